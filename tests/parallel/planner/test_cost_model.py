@@ -346,7 +346,7 @@ def test_compute_is_slowed_by_the_link_of_the_collective() -> None:
 
 def test_the_host_launches_graphs_kernels_and_operators() -> None:
     host = HostCosts(operator_s=5e-6, kernel_s=1e-6, graph_s=1e-4, unit_s=2e-4)
-    operations = [operation("matmul", flops=GB)] * 3
+    operations = [operation("matmul", flops=4 * GB)] * 3
     plan = plan_of(8)
     times = step_times(plan, work_of(operations, operations * 2), dataclasses.replace(MACHINE, host=host), 8)
     eager, compiled = times.modules["embed"], times.modules["layers.0"]
