@@ -13,7 +13,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,8 +31,6 @@ from meshwright.parallel.operators import attention_flops
 from meshwright.train.config import Config
 from meshwright.train.planning.resolve import attention_on_device
 
-# larger than the last-level cache of these devices: 50 MiB on an H100, 32 MiB on a server's core complex
-ROTATED_BYTES = 2**28
 MAX_ROTATED = 64
 WARM_UP_RUNS = 2
 PAUSE_CYCLES = 50_000_000  # GPU cycles, about 30 ms: longer than launching a thousand kernels takes
@@ -170,7 +168,7 @@ class Scale:
 
     Args:
         products: linear layers
-        attention: attention calls
+        attention: attention call
         memory: tokens, width and ffn width of the tensors of element-wise operations
         dtypes: of products, attention and element-wise operations
         collectives_bytes: of the full tensors of collectives
@@ -179,12 +177,12 @@ class Scale:
     """
 
     products: Sequence[Products]
-    attention: Sequence[AttentionShape]
+    attention: AttentionShape
     memory: tuple[int, int, int]
     dtypes: tuple[str, ...]
     collectives_bytes: tuple[int, ...]
     budget_s: float
-    rotated_bytes: int = ROTATED_BYTES
+    rotated_bytes: int
 
 
 def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
@@ -209,9 +207,9 @@ def _measure_round(clock: Timer, scale: Scale) -> dict[str, Any]:
     copy_bytes_s, (graph_s, kernel_s) = copy_rate(clock), graph_seconds(clock)
     rates: dict[str, dict[str, float]] = {"matmul": {}, "attention_forward": {}, "attention_backward": {}}
     for dtype in scale.dtypes:
-        attention = zip(*(measure_attention(clock, shape, dtype) for shape in scale.attention), strict=True)
+        forward, backward = measure_attention(clock, scale.attention, dtype)
         products = [measure_product(clock, product, dtype) for product in scale.products]
-        for name, work in zip(rates, (products, *attention), strict=True):
+        for name, work in zip(rates, (products, [forward], [backward]), strict=True):
             rates[name][dtype] = computing_rate(work, copy_bytes_s)
     return {
         **rates,
@@ -233,10 +231,9 @@ class Timed:
     seconds: float
 
 
-def computing_rate(work: Iterable[Timed], bytes_s: float) -> float:
+def computing_rate(work: Sequence[Timed], bytes_s: float) -> float:
     """Return the operations per second with which, and with their traffic at `bytes_s`, all of the work takes
     as long as it took. Where the caches hold the inputs, at most half of the time counts as traffic."""
-    work = list(work)
     seconds, moving_s = sum(each.seconds for each in work), sum(each.moved for each in work) / bytes_s
     return sum(each.flops for each in work) / max(seconds - moving_s, seconds / 2)
 

@@ -53,9 +53,12 @@ from meshwright.train.planning.resolve import dtype_on_device
 HERE = "this machine"  # name of a kind that measured itself
 FALLBACK = {"cpu": "cpu", "cuda": "h100-sxm"}  # kinds from which the rest is copied
 BUDGET_S = 0.1  # seconds of repetition of each measurement
-MOST_FLOPS = 4e9  # of one measured product or attention, so that a slow CPU needs less than a second
+# of one measured product or attention, so that it takes less than a second
+MOST_FLOPS = {"cpu": 4e9, "cuda": 4e12}
+MOST_BYTES = {"cpu": 2**25, "cuda": 2**30}  # of a measured collective
+# more than the last-level cache: 32 MiB on a server's core complex, 50 MiB on an H100
+ROTATED_BYTES = {"cpu": 2**26, "cuda": 2**28}
 MOST_SEQUENCES = 8  # of a measured micro batch, if the planner chooses it
-ROTATED_BYTES = 2**26
 GIVEN_BYTES = (2**14, 2**17, 2**20, 2**22)  # of collectives, besides those of the model's blocks
 DIGITS = 4  # significant digits: more than repeated measurements agree on
 
@@ -135,13 +138,15 @@ def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> S
     tokens = sequences * job.seq_len
     block_bytes = [block * width for width in (getattr(torch, dtype).itemsize, 4)]
     return Scale(
-        products=sorted({_shortened((tokens, *layer)) for layer in model.linears}),
-        attention=[_attention(model, sequences, job.seq_len)],
+        products=sorted({_shortened((tokens, *layer), device) for layer in model.linears}),
+        attention=_attention(model, sequences, job.seq_len, MOST_FLOPS[device.type]),
         memory=(min(tokens, 4096), *_widths(model)),
         dtypes=(dtype,),
-        collectives_bytes=tuple(sorted({*GIVEN_BYTES, *(min(size, 2**25) for size in block_bytes)})),
+        collectives_bytes=tuple(
+            sorted({*GIVEN_BYTES, *(min(size, MOST_BYTES[device.type]) for size in block_bytes)})
+        ),
         budget_s=BUDGET_S,
-        rotated_bytes=ROTATED_BYTES,
+        rotated_bytes=ROTATED_BYTES[device.type],
     )
 
 
@@ -159,13 +164,13 @@ def _widths(model: TrainedModel) -> tuple[int, int]:
     return dim, max((each for each in inputs if each != dim), default=dim)
 
 
-def _shortened(product: Products) -> Products:
+def _shortened(product: Products, device: torch.device) -> Products:
     """Return the product with fewer tokens if it would take too long."""
     tokens, inputs, outputs = product
-    return min(tokens, max(1, int(MOST_FLOPS / (2 * inputs * outputs)))), inputs, outputs
+    return min(tokens, max(1, int(MOST_FLOPS[device.type] / (2 * inputs * outputs)))), inputs, outputs
 
 
-def _attention(model: TrainedModel, sequences: int, seq_len: int) -> AttentionShape:
+def _attention(model: TrainedModel, sequences: int, seq_len: int, most_flops: float) -> AttentionShape:
     """Return the model's attention, with fewer sequences and then shorter ones if it would take too long. One
     that is not known has heads of 64 channels."""
     heads = model.attention
@@ -176,9 +181,9 @@ def _attention(model: TrainedModel, sequences: int, seq_len: int) -> AttentionSh
     def flops(batch: int, length: int) -> float:
         return 4.0 * batch * heads.heads * heads.head_dim * length**2
 
-    while sequences > 1 and flops(sequences, seq_len) > MOST_FLOPS:
+    while sequences > 1 and flops(sequences, seq_len) > most_flops:
         sequences //= 2
-    while flops(sequences, seq_len) > MOST_FLOPS:
+    while flops(sequences, seq_len) > most_flops:
         seq_len //= 2
     return AttentionShape(sequences, heads.heads, heads.kv_heads, heads.head_dim, seq_len)
 
