@@ -159,8 +159,8 @@ class _FusedNorm(torch.autograd.Function):
 
 @contextmanager
 def _cuda_kernels(recorder: _OpRecorder) -> Iterator[None]:
-    """Context in which what is one kernel on CUDA and many operators on a CPU is that kernel. Recomputation is in
-    it too: in a backward the engine switches torch's function modes off."""
+    """Context in which RMSNorm is the kernels of CUDA, also in what a backward recomputes, where the engine
+    switches torch's function modes off."""
     functional: Any = F
     plain = F.rms_norm
 
