@@ -27,7 +27,6 @@ from meshwright.models.attention import CausalAttention
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.machine_memory import resident_bytes, return_free_memory
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.operators import attention_flops
 from meshwright.train.config import Config
 from meshwright.train.planning.resolve import attention_on_device
 
@@ -198,21 +197,25 @@ def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
 def combine(measured: Sequence[Any], choose: Callable[[str, Sequence[float]], float], key: str = "") -> Any:
     """Return several equal measurements as one, part by part. `choose` is called with the key of the part and
     its values."""
-    if isinstance(measured[0], Mapping):
-        return {name: combine([each[name] for each in measured], choose, name) for name in measured[0]}
-    return choose(key, measured)
+    match measured[0]:
+        case Mapping():
+            return {name: combine([each[name] for each in measured], choose, name) for name in measured[0]}
+        case list():
+            return [combine(parts, choose, key) for parts in zip(*measured, strict=True)]
+        case _:
+            return choose(key, measured)
 
 
 def _measure_round(clock: Timer, scale: Scale) -> dict[str, Any]:
     copy_bytes_s, (graph_s, kernel_s) = copy_rate(clock), graph_seconds(clock)
-    rates: dict[str, dict[str, float]] = {"matmul": {}, "attention_forward": {}, "attention_backward": {}}
-    for dtype in scale.dtypes:
-        forward, backward = measure_attention(clock, scale.attention, dtype)
-        products = [measure_product(clock, product, dtype) for product in scale.products]
-        for name, work in zip(rates, (products, [forward], [backward]), strict=True):
-            rates[name][dtype] = computing_rate(work, copy_bytes_s)
+    products = {d: [measure_product(clock, each, d) for each in scale.products] for d in scale.dtypes}
+    attention = {dtype: measure_attention(clock, scale.attention, dtype) for dtype in scale.dtypes}
     return {
-        **rates,
+        "matmul": {dtype: computing_rate(work, copy_bytes_s) for dtype, work in products.items()},
+        "attention": {
+            dtype: [computing_rate([each], copy_bytes_s) for each in both]
+            for dtype, both in attention.items()
+        },
         "copy_bytes_s": copy_bytes_s,
         "memory_bytes_s": {dtype: fused_rate(clock, scale, dtype) for dtype in scale.dtypes},
         "optimizer_bytes_s": optimizer_rate(clock),
@@ -269,20 +272,12 @@ def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[
     forward_s = clock.core_seconds(forward_runs)
     # a disturbed machine could take longer for the forward alone
     backward_s = max(forward_s, clock.core_seconds(both_runs) - forward_s)
-    forward, backward = attention_work(shape)
-    tokens = shape.batch * shape.seq * shape.head_dim * getattr(torch, dtype).itemsize
-    moved = 2.0 * tokens * (shape.heads + shape.kv_heads)  # queries, keys, values and the result
-    return Timed(forward, moved, forward_s), Timed(backward, 2 * moved, backward_s)
-
-
-def attention_work(shape: AttentionShape) -> tuple[float, float]:
-    """Return the operations of causal attention's forward and backward as the planner counts them: half of
-    the full square."""
-    q, k = (
-        torch.empty(shape.batch, heads, shape.seq, shape.head_dim, device="meta")
-        for heads in (shape.heads, shape.kv_heads)
-    )
-    return attention_flops("attention", (q, k)), attention_flops("attention_backward", (q, q, k))
+    values = shape.batch * shape.seq * shape.head_dim
+    flops = 2.0 * values * shape.heads * shape.seq  # half of the square, as the planner counts
+    moved = (
+        2 * values * (shape.heads + shape.kv_heads) * getattr(torch, dtype).itemsize
+    )  # q, k, v, the result
+    return Timed(flops, moved, forward_s), Timed(2.5 * flops, 2 * moved, backward_s)
 
 
 def copy_rate(clock: Timer) -> float:

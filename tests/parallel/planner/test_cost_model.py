@@ -34,9 +34,7 @@ MACHINE = Hardware(
     memory_gb_s=1000.0,
     peak_tflops={"bfloat16": 100.0, "float8": 200.0, "float32": 10.0},
     matmul={"bfloat16": 1.0, "float8": 1.0, "float32": 1.0},
-    attention_forward={"bfloat16": 0.5, "float32": 0.5},
-    attention_backward={"bfloat16": 0.25, "float32": 0.25},
-    attention_kernels={"best": (1.0, 1.0), "slow": (0.5, 0.5)},
+    attention={"best": {"bfloat16": (0.5, 0.25)}, "slow": {"bfloat16": (0.1, 0.1), "float32": (0.5, 0.2)}},
     memory_efficiency={"bfloat16": 0.5, "float32": 0.5},
     copy_efficiency=0.5,
     optimizer_efficiency=0.5,
@@ -321,6 +319,10 @@ def test_attention_is_as_fast_as_its_head_dim_allows() -> None:
     ):
         work = Operation("attention", name, Linear(0.0, GB), Linear(), "bfloat16", head_dim)
         assert operation_s(work, 1, kind) == pytest.approx(GB / 100e12 / share)
+    assert MACHINE.attention_shares("slow", "bfloat16") == (0.1, 0.1)
+    assert (
+        MACHINE.attention_shares("best", "float32") == MACHINE.attention_shares("", "float32") == (0.5, 0.2)
+    )
 
 
 def test_a_power_limit_bounds_the_energy_of_computing() -> None:

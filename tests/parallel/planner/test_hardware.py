@@ -26,8 +26,9 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     assert kind.peak_tflops["bfloat16"] > kind.peak_tflops["float32"]
     curves = [*kind.node.efficiency.values(), *kind.network.efficiency.values(), kind.attention_head_dim]
     assert all(0 < share_at(curve, size) <= 1 for curve in curves for size in (1, 1e3, 1e6))
-    shares = [*kind.matmul.values(), *kind.attention_forward.values(), *kind.attention_backward.values()]
-    assert all(0 < share <= 1 for share in (*shares, *kind.memory_efficiency.values(), kind.power_limit))
+    shares = [*kind.matmul.values(), *kind.memory_efficiency.values(), kind.power_limit]
+    shares += [share for kernel in kind.attention.values() for both in kernel.values() for share in both]
+    assert all(0 < share <= 1 for share in shares)
     assert 0 <= kind.network_slowdown <= kind.slowdown < 0.5
     assert 0 <= kind.reserved_share < 0.5
     assert kind.network.gb_s < kind.node.gb_s * 8
