@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,9 +33,7 @@ MAX_ROTATED = 64
 WARM_UP_RUNS = 2
 PAUSE_CYCLES = 50_000_000  # GPU cycles, about 30 ms: longer than launching a thousand kernels takes
 MIN_RUNS, MAX_RUNS = 5, 200
-FEW, MANY = 1, 9  # matrix products of two compiled graphs, whose difference is the cost of a kernel
 TINY_OPERATIONS = 256
-SECONDS = ("operator_s", "graph_s", "kernel_s")  # of a measurement; the others are rates
 
 Made = TypeVar("Made")
 Run = Callable[[], Any]
@@ -75,28 +72,22 @@ class Timer:
         """Make as many sets of inputs of `size_bytes` as fit into `rotated_bytes`: 2 to MAX_ROTATED."""
         return [make() for _ in range(max(2, min(MAX_ROTATED, self.rotated_bytes // size_bytes)))]
 
-    def seconds(self, runs: Sequence[Run]) -> float:
-        """Return the median seconds of a run. `runs` do the same work on different inputs, in turn."""
-        return statistics.median(self.times(runs))
-
     def core_seconds(self, runs: Sequence[Run]) -> float:
-        """Return the median seconds of a run, times the cores of a CPU that it used."""
-        return self.cores * self.seconds(runs)
+        """Return the median seconds of a run, times the cores of a CPU that it used. `runs` do the same work on
+        different inputs, in turn."""
+        timed = self._time_on_gpu if self.device.type == "cuda" else self._time_on_host
+        return self.cores * self._repeat(runs, timed)
 
     def host_seconds(self, runs: Sequence[Run]) -> float:
         """Return the median seconds that the host needs for a run; a GPU is not waited for."""
-        return statistics.median(self._repeat(runs, self._time_on_host))
+        return self._repeat(runs, self._time_on_host)
 
-    def times(self, runs: Sequence[Run]) -> list[float]:
-        """Return the seconds of each run."""
-        return self._repeat(runs, self._time_on_gpu if self.device.type == "cuda" else self._time_on_host)
-
-    def _repeat(self, runs: Sequence[Run], timed: Callable[[Iterator[Run], int], list[float]]) -> list[float]:
+    def _repeat(self, runs: Sequence[Run], timed: Callable[[Iterator[Run], int], list[float]]) -> float:
         turns = itertools.cycle(runs)
         for _ in range(WARM_UP_RUNS):
             next(turns)()
         first_s = statistics.median(timed(turns, 3))
-        return timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s))))
+        return statistics.median(timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s)))))
 
     def _time_on_host(self, turns: Iterator[Run], count: int) -> list[float]:
         times = []
@@ -186,11 +177,11 @@ class Scale:
 
 def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
     """Measure one device, at the same time as the other processes. Returns plain data: rates in operations or
-    bytes per second, on a CPU of one core, and costs of the host in seconds; each the better of two rounds:
-    what disturbs the machine for a moment does not affect both."""
+    bytes per second, on a CPU of one core, and the host's seconds for an operator; each the better of two
+    rounds: what disturbs the machine for a moment does not affect both."""
     clock = Timer(device, scale.budget_s / 2, scale.rotated_bytes)
     rounds = [_measure_round(clock, scale) for _ in range(2)]
-    best = combine(rounds, lambda key, values: min(values) if key in SECONDS else max(values))
+    best = combine(rounds, lambda key, values: min(values) if key == "operator_s" else max(values))
     return {**best, "taken_gib": taken_gib(device)}
 
 
@@ -207,7 +198,7 @@ def combine(measured: Sequence[Any], choose: Callable[[str, Sequence[float]], fl
 
 
 def _measure_round(clock: Timer, scale: Scale) -> dict[str, Any]:
-    copy_bytes_s, (graph_s, kernel_s) = copy_rate(clock), graph_seconds(clock)
+    copy_bytes_s = copy_rate(clock)
     products = {d: [measure_product(clock, each, d) for each in scale.products] for d in scale.dtypes}
     attention = {dtype: measure_attention(clock, scale.attention, dtype) for dtype in scale.dtypes}
     return {
@@ -220,8 +211,6 @@ def _measure_round(clock: Timer, scale: Scale) -> dict[str, Any]:
         "memory_bytes_s": {dtype: fused_rate(clock, scale, dtype) for dtype in scale.dtypes},
         "optimizer_bytes_s": optimizer_rate(clock),
         "operator_s": clock.host_seconds([tiny_operations(clock.device)]) / TINY_OPERATIONS,
-        "graph_s": graph_s,
-        "kernel_s": kernel_s,
     }
 
 
@@ -300,12 +289,13 @@ def fused_rate(clock: Timer, scale: Scale, dtype: str) -> float:
     tokens, width, ffn_width = scale.memory
     weight = torch.ones(width, dtype=getattr(torch, dtype), device=clock.device, requires_grad=True)
     moved = tokens * (5 * width + 8 * ffn_width) * weight.element_size()
+    fused = torch.compile(_fused, dynamic=False)  # late: importing the compiler takes seconds
 
     def make_run() -> Run:
         sizes = [(tokens, width), (tokens, ffn_width), (tokens, ffn_width)]
         leaves = [clock.draw(size, dtype).requires_grad_() for size in sizes]
         grads = [clock.draw(size, dtype) for size in sizes[:2]]
-        return lambda: torch.autograd.grad(_compiled(_fused)(weight, *leaves), leaves, grads)
+        return lambda: torch.autograd.grad(fused(weight, *leaves), leaves, grads)
 
     return moved / clock.core_seconds(clock.rotate(make_run, moved // 2))
 
@@ -332,32 +322,6 @@ def tiny_operations(device: torch.device) -> Run:
         torch.autograd.grad(y, x)
 
     return chain
-
-
-def graph_seconds(clock: Timer) -> tuple[float, float]:
-    """Return the seconds of one call of a compiled graph, without its kernels, and of one kernel: means of
-    forward and backward, from graphs of a few products of tiny matrices."""
-    few_s, many_s = (_chain_seconds(clock, products) for products in (FEW, MANY))
-    kernel_s = max(0.0, (many_s - few_s) / (MANY - FEW))
-    return max(0.0, few_s - FEW * kernel_s) / 2, kernel_s / 3  # a product's backward has two products
-
-
-def _chain_seconds(clock: Timer, products: int) -> float:
-    """Return the seconds of a compiled chain of products of x[8, 8], forward and backward."""
-    x, w = (torch.randn(8, 8, device=clock.device, requires_grad=True) for _ in range(2))
-    grad, chain = torch.randn(8, 8, device=clock.device), _compiled(_chain)
-    return clock.host_seconds([lambda: torch.autograd.grad(chain(x, w, products), (x, w), grad)])
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)  # late: importing the compiler takes seconds
-
-
-def _chain(x: Tensor, w: Tensor, products: int) -> Tensor:
-    for _ in range(products):
-        x = x @ w
-    return x
 
 
 def device_model(device: torch.device) -> str:

@@ -259,15 +259,14 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
                 shares[dtype] = shares[dtype][0] * forward, shares[dtype][1] * backward
     moved = {dtype: rate / bytes_s for dtype, rate in compute["memory_bytes_s"].items()}
     unmeasured = dict.fromkeys(base.memory_efficiency, next(iter(moved.values())))
-    launching = {name: compute[name] for name in ("operator_s", "kernel_s", "graph_s")}
-    slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in FSDP2 too
+    slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in graphs and FSDP2 too
     return values | {
         "matmul": products,
         "attention": attention,
         "memory_efficiency": {**unmeasured, **moved},
         "copy_efficiency": compute["copy_bytes_s"] / bytes_s,
         "optimizer_efficiency": compute["optimizer_bytes_s"] / bytes_s,
-        "host": HostCosts(**launching, unit_s=base.host.unit_s * slower),
+        "host": HostCosts(**{name: cost * slower for name, cost in vars(base.host).items()}),
         "reserved_gib": compute["taken_gib"],
         "collectives_s": measured.collectives_s,
     }
