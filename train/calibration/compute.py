@@ -73,8 +73,8 @@ class Timer:
         return [make() for _ in range(max(2, min(MAX_ROTATED, self.rotated_bytes // size_bytes)))]
 
     def core_seconds(self, runs: Sequence[Run]) -> float:
-        """Return the median seconds of a run, times the cores of a CPU that it used. `runs` do the same work on
-        different inputs, in turn."""
+        """Return the median seconds of a run, times the cores of a CPU that it used. `runs` do the same work
+        on different inputs, in turn."""
         timed = self._time_on_gpu if self.device.type == "cuda" else self._time_on_host
         return self.cores * self._repeat(runs, timed)
 
