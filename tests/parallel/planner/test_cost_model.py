@@ -194,20 +194,15 @@ def test_a_unit_is_gathered_copied_and_reduced() -> None:
     assert step_times(plan, work_of([]), MACHINE, 8).units["head"].regather_s == 0, "it stays gathered"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stored", "gathering", "reducing"),
-    [
+def test_casts_are_copied_where_the_stored_dtype_is_another() -> None:
+    for ranks, stored, gathering, reducing in (
         (8, "bfloat16", 4, 6 + 6 / 8),  # the result of the reduction is narrowed
         (1, "float32", 4 + 6, 4 + 4 + 6),  # in bfloat16: into one buffer, into the other, widened
-    ],
-)
-def test_casts_are_copied_where_the_stored_dtype_is_another(
-    ranks: int, stored: str, gathering: float, reducing: float
-) -> None:
-    plan = plan_of(ranks, param_dtype="bfloat16", storage_dtype=stored)
-    unit = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"]
-    assert unit.copy_out_s == pytest.approx(BLOCK * gathering / 500e9)
-    assert unit.copy_in_s == pytest.approx(BLOCK * reducing / 500e9)
+    ):
+        plan = plan_of(ranks, param_dtype="bfloat16", storage_dtype=stored)
+        unit = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"]
+        copied = (unit.copy_out_s, unit.copy_in_s)
+        assert copied == pytest.approx((BLOCK * gathering / 500e9, BLOCK * reducing / 500e9))
 
 
 def test_resharding_to_a_smaller_group_gathers_again_over_it() -> None:

@@ -60,11 +60,6 @@ def test_a_curve_is_interpolated_over_the_logarithm_and_ends_flat() -> None:
     assert share_at(((1.0, 0.8),), 1e9) == 0.8
 
 
-def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
-    kind = read_hardware(change(tmp_path, "all_gather: [[2, 0.8], [32, 0.5]]", "all_gather: 0.7"))
-    assert [share_at(kind.network.efficiency["all_gather"], nodes) for nodes in (2, 64)] == [0.7, 0.7]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
