@@ -73,21 +73,23 @@ class Timer:
         return [make() for _ in range(max(2, min(MAX_ROTATED, self.rotated_bytes // size_bytes)))]
 
     def core_seconds(self, runs: Sequence[Run]) -> float:
-        """Return the median seconds of a run, times the cores of a CPU that it used. `runs` do the same work
-        on different inputs, in turn."""
-        timed = self._time_on_gpu if self.device.type == "cuda" else self._time_on_host
-        return self.cores * self._repeat(runs, timed)
+        """Return the median seconds of a run, times the cores of a CPU that it used."""
+        return self.cores * statistics.median(self.times(runs))
 
     def host_seconds(self, runs: Sequence[Run]) -> float:
         """Return the median seconds that the host needs for a run; a GPU is not waited for."""
-        return self._repeat(runs, self._time_on_host)
+        return statistics.median(self._repeat(runs, self._time_on_host))
 
-    def _repeat(self, runs: Sequence[Run], timed: Callable[[Iterator[Run], int], list[float]]) -> float:
+    def times(self, runs: Sequence[Run]) -> list[float]:
+        """Return the seconds of each run. `runs` do the same work on different inputs, in turn."""
+        return self._repeat(runs, self._time_on_gpu if self.device.type == "cuda" else self._time_on_host)
+
+    def _repeat(self, runs: Sequence[Run], timed: Callable[[Iterator[Run], int], list[float]]) -> list[float]:
         turns = itertools.cycle(runs)
         for _ in range(WARM_UP_RUNS):
             next(turns)()
         first_s = statistics.median(timed(turns, 3))
-        return statistics.median(timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s)))))
+        return timed(turns, max(MIN_RUNS, min(MAX_RUNS, int(self.budget_s / first_s))))
 
     def _time_on_host(self, turns: Iterator[Run], count: int) -> list[float]:
         times = []
