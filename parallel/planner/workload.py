@@ -5,7 +5,7 @@ to bytes.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Literal
@@ -98,6 +98,8 @@ class ModuleWorkload:
         weights: (rows, values per row) of each parameter in module order; sharding distributes rows
         float8: number of parameters that are multiplied in float8
         buffers: in the order in which they are allocated; empty if the module was run eagerly
+        of_loss: bytes live at moments of the loss's backward, as in Phase, if the loss is no part of the
+            module, so that FSDP2 enters the module's unit after it
     """
 
     parameters: int
@@ -108,6 +110,49 @@ class ModuleWorkload:
     weights: tuple[tuple[int, int], ...] = ()
     float8: int = 0
     buffers: tuple[Buffer, ...] = ()
+    of_loss: tuple[Linear, ...] = ()
+
+
+def with_loss(logits: ModuleWorkload, loss: ModuleWorkload) -> ModuleWorkload:
+    """Return the workload of a compiled module that computes logits and of their loss, a graph of its own,
+    which is compiled too, has no weights, and takes the logits first."""
+
+    def beside(phase: Phase) -> list[Linear]:
+        return [total((logits.saved_bytes, live)) for live in phase.live_bytes]
+
+    moments = pareto_peaks([*logits.forward.live_bytes, *beside(loss.forward)])
+    return replace(
+        logits,
+        forward=Phase(logits.forward.operations + loss.forward.operations, moments),
+        backward=Phase(loss.backward.operations + logits.backward.operations, logits.backward.live_bytes),
+        saved_bytes=total((logits.saved_bytes, loss.saved_bytes)),
+        output=loss.output,
+        buffers=_around(logits.buffers, loss.buffers),
+        of_loss=pareto_peaks(beside(loss.backward)),
+    )
+
+
+def _around(outer: tuple[Buffer, ...], inner: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+    """Return the buffers of two modules, of which the inner one runs between the other's forward and
+    backward."""
+    start, end = min(each.begin for each in inner), max(each.end for each in inner)
+
+    def shift(time: int) -> int:
+        return time + (start if time < 0 else end if time else 0)
+
+    def first(buffers: Iterable[Buffer], role: Role) -> Buffer:
+        return next(each for each in buffers if each.role == role)
+
+    moved = [replace(each, begin=shift(each.begin), end=shift(each.end)) for each in outer]
+    result, result_grad = first(moved, "output"), first(moved, "output_grad")
+    given, given_grad = first(inner, "input"), first(inner, "input_grad")
+    passed = (result, result_grad, given, given_grad)
+    both = [each for each in (*moved, *inner) if each not in passed]
+    both += [
+        replace(result, role="inner", end=given.end),
+        replace(given_grad, role="inner", end=result_grad.end),
+    ]
+    return tuple(sorted(both, key=lambda each: each.begin))
 
 
 @dataclass(frozen=True)

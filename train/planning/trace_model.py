@@ -54,7 +54,7 @@ from meshwright.parallel.planner.tracing.trace import (
     eager_workload,
     list_weights,
 )
-from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
+from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase, with_loss
 from meshwright.train.config import ModelConfig
 from meshwright.train.files import write_atomically
 from meshwright.train.model.trained_model import TrainedModel, model_of
@@ -160,13 +160,13 @@ def _build(
     if f"{model.logits[1]}.".startswith(f"{case.module}."):
         if model.computes_loss:
             return TracedModule(twin, (args[0], targets), tables=tables)
-        if model.gives_logits:
+        if model.gives_logits and not case.compiled:
             return TracedModule(_WithLoss(twin), (targets, *args), kwargs, tables)
     return TracedModule(twin, args, kwargs, tables)
 
 
 class _WithLoss(nn.Module):
-    """The module that computes the logits, and the loss after it, to trace both together."""
+    """The module that computes the logits, and the loss after it, to run both together."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -313,9 +313,9 @@ def _make_case(
 
 
 def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -> bool:
-    """Whether a module is traced as compiled: those that can be, and the loss with the product before it."""
-    with_loss = plan.compile.enabled and module == model.logits[0] and model.gives_logits
-    return ((unit.compiled and module in model.units.compiled) or with_loss) and (
+    """Whether a module is traced as compiled: those that can be, and the product before a compiled loss."""
+    before_loss = plan.compile.enabled and module == model.logits[0] and model.gives_logits
+    return ((unit.compiled and module in model.units.compiled) or before_loss) and (
         plan.compile.backend != "eager"
     )
 
@@ -335,7 +335,20 @@ def _trace_compiled(case: TraceCase) -> ModuleWorkload:
     saved_ops = _saved_ops(case)
     if joint.decomposes(saved_ops or ()):
         joint, saved_ops = _capture(replace(case, activation_budget=1.0)), None
-    return compiled_workload(joint, saved_ops, case.activation_budget)
+    work, model = compiled_workload(joint, saved_ops, case.activation_budget), model_of(case.model)
+    if case.module != model.logits[0] or not model.gives_logits:
+        return work
+    loss = capture_joint(partial(_loss_of_logits, module_builder(case)), case.sequences)
+    return with_loss(work, compiled_workload(loss))
+
+
+def _loss_of_logits(build: Callable[[int], TracedModule], sequences: int) -> TracedModule:
+    """Return the loss of the logits of the module that `build` returns: a graph of its own, which may not
+    write into them."""
+    (logits,) = build(sequences).call()
+    given = torch.empty_like(logits, requires_grad=True).clone()
+    targets = torch.zeros(logits.shape[:2], dtype=torch.int64)
+    return TracedModule(LogitsLoss(), (given, targets, torch.ones(())))
 
 
 @cache
