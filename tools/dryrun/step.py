@@ -6,7 +6,7 @@ compute nothing.
 SCRATCH has the plan (plan.yaml). The log (log.py) gets a mark "step N" before and "end N" after each step,
 and memory.json the caching allocator's peaks in the last step. With --record one more step is recorded:
 trace.json has its kernels and their operators, operators.json the operators' tensors, axes.json the mesh axes
-by process group.
+by process group, waits.json the lines of code at which the host waits.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import ctypes
 import json
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +33,15 @@ from meshwright.parallel.profiler_annotations import name_units
 from meshwright.parallel.simulate.collectives import axes_of_groups
 from meshwright.tools.cli import run_tool
 from meshwright.tools.dryrun.install import PROGRESS
-from meshwright.tools.dryrun.log import AXES_FILE, MEMORY_FILE, OPERATORS_FILE, PLAN_FILE, STEPS, TRACE_FILE
+from meshwright.tools.dryrun.log import (
+    AXES_FILE,
+    MEMORY_FILE,
+    OPERATORS_FILE,
+    PLAN_FILE,
+    STEPS,
+    TRACE_FILE,
+    WAITS_FILE,
+)
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sequences import Batch
@@ -113,9 +123,29 @@ def record(scratch: Path, model: nn.Module, plan: Plan, step: Callable[[], objec
         record_shapes=True, acc_events=True, execution_trace_observer=observer
     ) as profile:
         with marked(STEPS):
-            step()
+            waits = note_waits(step)
         torch.cuda.synchronize()
+    (scratch / WAITS_FILE).write_text(json.dumps(waits))
     profile.export_chrome_trace(str(scratch / TRACE_FILE))
+
+
+def note_waits(step: Callable[[], object]) -> list[str]:
+    """Run a step, and return file:line of the code outside of torch that called each operator for which the
+    host waits."""
+    waits, skipped = list[str](), (str(Path(torch.__file__).parent), warnings.__file__, "<")
+
+    def note(message: Warning | str, *_: object) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            frames = (f for f in traceback.extract_stack()[-2::-1] if not f.filename.startswith(skipped))
+            waits.append(next((f"{f.filename}:{f.lineno}" for f in frames), "a backward of torch's own"))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    return waits
 
 
 if __name__ == "__main__":
