@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
+from meshwright.train.config import FactoryConfig
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.evaluation import evaluate
-from meshwright.train.model.trained_model import loss_of_forward
+from meshwright.train.model.trained_model import loss_of_forward, model_of
 from meshwright.train.step import train_step
 from meshwright.train.training import freeze
 from tests.support.launch import EAGER, TINY
@@ -174,6 +175,16 @@ def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_b
     assert 5 < (total / tokens).item() < 7
     assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_transformers_model_does_not_look_for_sequences_in_positions():
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 32)
+    of_type = {"model_type": "mistral", "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
+    factory = "meshwright.models.from_transformers:causal_lm"
+    model = model_of(FactoryConfig(factory=factory, args={**of_type, "num_key_value_heads": 2}))
+    with Count(*READS) as reads:
+        model.logits_of_batch(model.unsharded(torch.device("cpu")), Batch(*torch.ones(2, 1, 8).long()))
+    assert reads.count == 0
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])

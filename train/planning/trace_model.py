@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.activation_checkpoint import recompute
@@ -156,26 +156,10 @@ def _build(
         call = call.split(1, case.tp)
     args, kwargs, held = make_arguments(call, dtype)
     tables = () if case.document_mask else tuple(held)  # with a mask they are those of these sequences
-    targets = torch.zeros(sequences, case.seq_len // case.cp, dtype=torch.int64)
-    if f"{model.logits[1]}.".startswith(f"{case.module}."):
-        if model.computes_loss:
-            return TracedModule(twin, (args[0], targets), tables=tables)
-        if model.gives_logits and not case.compiled:
-            return TracedModule(_WithLoss(twin), (targets, *args), kwargs, tables)
+    if f"{model.logits[1]}.".startswith(f"{case.module}.") and model.computes_loss:
+        targets = torch.zeros(sequences, case.seq_len // case.cp, dtype=torch.int64)
+        return TracedModule(twin, (args[0], targets), tables=tables)
     return TracedModule(twin, args, kwargs, tables)
-
-
-class _WithLoss(nn.Module):
-    """The module that computes the logits, and the loss after it, to run both together."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.loss = inner, LogitsLoss()
-
-    def forward(self, targets_BT: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        divisor = torch.ones((), device=targets_BT.device)
-        loss: Tensor = self.loss(self.inner(*args, **kwargs), targets_BT, divisor)
-        return loss
 
 
 @cache
@@ -323,7 +307,14 @@ def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -
 @cache
 def _trace(case: TraceCase, folder: Path | None) -> ModuleWorkload:
     def trace() -> ModuleWorkload:
-        return _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case))
+        work = _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case))
+        model = model_of(case.model)
+        if case.module != model.logits[0] or not model.gives_logits:
+            return work
+        build = partial(_loss_of_logits, module_builder(case))
+        if case.compiled:
+            return with_loss(work, compiled_workload(capture_joint(build, case.sequences)))
+        return with_loss(work, eager_workload(build))
 
     return remember(folder, case, trace) if folder else trace()
 
@@ -335,16 +326,11 @@ def _trace_compiled(case: TraceCase) -> ModuleWorkload:
     saved_ops = _saved_ops(case)
     if joint.decomposes(saved_ops or ()):
         joint, saved_ops = _capture(replace(case, activation_budget=1.0)), None
-    work, model = compiled_workload(joint, saved_ops, case.activation_budget), model_of(case.model)
-    if case.module != model.logits[0] or not model.gives_logits:
-        return work
-    loss = capture_joint(partial(_loss_of_logits, module_builder(case)), case.sequences)
-    return with_loss(work, compiled_workload(loss))
+    return compiled_workload(joint, saved_ops, case.activation_budget)
 
 
 def _loss_of_logits(build: Callable[[int], TracedModule], sequences: int) -> TracedModule:
-    """Return the loss of the logits of the module that `build` returns: a graph of its own, which may not
-    write into them."""
+    """Return the loss of the logits of the module that `build` returns."""
     (logits,) = build(sequences).call()
     given = torch.empty_like(logits, requires_grad=True).clone()
     targets = torch.zeros(logits.shape[:2], dtype=torch.int64)

@@ -55,14 +55,8 @@ class Value:
 
 @dataclass(eq=False)
 class Kernel:
-    """Values computed together.
-
-    Args:
-        uses: each value, and the tensors that computing it reads
-        reads: tensors read from memory
-        loops: of the values
-        writes: values that others read
-    """
+    """Values computed together. `uses`: each value, in order, with the tensors that computing it reads;
+    `reads`: tensors read from memory; `writes`: values that others read."""
 
     uses: dict[Node, set[Node]]
     reads: set[Node]
@@ -71,7 +65,7 @@ class Kernel:
 
     @property
     def nodes(self) -> list[Node]:
-        """The values, in the order in which they are computed."""
+        """The values."""
         return [*self.uses]
 
     @property
