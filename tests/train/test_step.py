@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
-from meshwright.train.config import FactoryConfig
+from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.evaluation import evaluate
@@ -177,11 +177,12 @@ def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_b
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.sampled(3)
 def test_a_transformers_model_does_not_look_for_sequences_in_positions():
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 32)
-    of_type = {"model_type": "mistral", "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
-    factory = "meshwright.models.from_transformers:causal_lm"
-    model = model_of(FactoryConfig(factory=factory, args={**of_type, "num_key_value_heads": 2}))
+    one = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = dict.fromkeys(("hidden_size", "head_dim", "intermediate_size", "vocab_size"), 32)
+    args = [f"--model.args.{key}={value}" for key, value in (dict.fromkeys(one, 1) | sizes).items()]
+    model = model_of(parse_config(["--config=mistral_7b.yaml", *args]).job.model)
     with Count(*READS) as reads:
         model.logits_of_batch(model.unsharded(torch.device("cpu")), Batch(*torch.ones(2, 1, 8).long()))
     assert reads.count == 0
