@@ -23,6 +23,7 @@ from meshwright.parallel.planner.workload import (
     ModuleWorkload,
     Operation,
     Phase,
+    total,
 )
 
 # What scaled_dot_product_attention ran: torchtitan's runs are older than torch's preference for cuDNN on
@@ -145,8 +146,8 @@ def _rotating_complex_numbers(module: ModuleWorkload) -> ModuleWorkload:
 
 
 def _gathering_float8(block: ModuleWorkload, tp: int) -> ModuleWorkload:
-    """Return the block with tensor-parallel all-gathers of float8: half the bytes, and each rank casts its
-    part before the all-gather, where this project casts the whole after it."""
+    """Return the block with tensor-parallel all-gathers of float8 (torchao/float8/float8_tensor_parallel.py),
+    where this project gathers bfloat16 and casts the whole tensor."""
     forward, backward = (
         replace(phase, operations=tuple(_cast_first(phase.operations, tp)))
         for phase in (block.forward, block.backward)
@@ -155,15 +156,18 @@ def _gathering_float8(block: ModuleWorkload, tp: int) -> ModuleWorkload:
 
 
 def _cast_first(operations: Sequence[Operation], tp: int) -> Iterator[Operation]:
-    gathered = False
+    """Yield the operations with half the bytes in all-gathers. What casts the gathered tensor reads it twice,
+    and writes it for each product in the layout that this needs. Cast before, a rank reads its part twice and
+    writes it, and what was gathered is read and written in these layouts: DTensor joins the parts along the
+    tokens by torch.cat, and a weight's gradient needs a transposed copy (preprocess_addmm in float8_ops.py).
+    """
+    gathered: Linear | None = None
     for operation in operations:
-        if operation.name == "all_gather":
-            yield replace(operation, bytes=operation.bytes.times(0.5))
-        elif gathered and operation.kind == "memory":
-            yield replace(operation, bytes=operation.bytes.times(1 / tp))
-        else:
-            yield operation
-        gathered = operation.name == "all_gather"
+        if gathered and operation.kind == "memory":
+            cast, read_less = gathered.times(2.5 / tp), gathered.times(0.5 - 2)
+            operation = replace(operation, bytes=total((operation.bytes, read_less, cast)))
+        gathered = operation.bytes if operation.name == "all_gather" else None
+        yield replace(operation, bytes=operation.bytes.times(0.5)) if gathered else operation
 
 
 def _gathering_for_every_layer(module: ModuleWorkload) -> ModuleWorkload:

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.parallel.activation_checkpoint import count_saved
+from meshwright.parallel.compile.apply import through_own_frame
 from meshwright.parallel.model.forward import fake_tensors
 from meshwright.parallel.plan.schema import TensorPlan
 from meshwright.parallel.plan.selective_policy import find_op
@@ -130,6 +131,7 @@ def capture_joint(build: Callable[[int], TracedModule], micro_batch_size: int = 
 
     with fake_tensors(), _quiet_compiler():
         subject = build(sequences)
+        through_own_frame(subject.module)
         # all of it: some modules compile only a part of themselves
         nn.Module.compile(subject.module, fullgraph=True, backend=backend)
         subject.call()
