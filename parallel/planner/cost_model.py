@@ -222,6 +222,7 @@ def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware)
 
 def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_node: int) -> StepTimes:
     """Return the seconds of each part of a step, each alone. `cpu_offload` has no time model."""
+    hardware = at_speed(hardware, hardware.reached * hardware.correction)
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
     compiled = {name: unit.compiled for unit in plan.units for name in unit.modules}
@@ -256,6 +257,30 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
         offload_s=copy_times(plan, work, device),
         hook_s=device.host.unit_s,
         scalars_s=SCALARS * collective_s("all_reduce", 4, groups["world"], device),
+    )
+
+
+def at_speed(hardware: Hardware, share: float) -> Hardware:
+    """Return the hardware on which every part of a step takes 1 / share times as long."""
+    if share == 1.0:
+        return hardware
+    node, network = (
+        replace(link, gb_s=link.gb_s * share, latency_s=link.latency_s / share)
+        for link in (hardware.node, hardware.network)
+    )
+    return replace(
+        hardware,
+        peak_tflops={dtype: peak * share for dtype, peak in hardware.peak_tflops.items()},
+        memory_gb_s=hardware.memory_gb_s * share,
+        host_gb_s=hardware.host_gb_s * share,
+        operation_s=hardware.operation_s / share,
+        host=HostCosts(**{name: cost / share for name, cost in vars(hardware.host).items()}),
+        node=node,
+        network=network,
+        collectives_s={
+            name: {n: tuple((size, s / share) for size, s in curve) for n, curve in by_ranks.items()}
+            for name, by_ranks in hardware.collectives_s.items()
+        },
     )
 
 

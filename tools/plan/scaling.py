@@ -48,8 +48,8 @@ def sweep(
     is none. Raises PlanError with all reasons if none is possible. `tokens`: also the days for so many."""
     rows = []
     for gpus in counts:
-        planned = _plan(job, machines_of_kind(hardware, gpus, gpus_per_node))
-        rows.append({"gpus": gpus, **_figures(planned, gpus, tokens)})
+        machines = machines_of_kind(hardware, gpus, gpus_per_node)
+        rows.append({"gpus": gpus, **_figures(_plan(job, machines), machines, tokens)})
     if not any(row["fits"] for row in rows):
         reasons = "\n".join(f"  {row['gpus']}: {row['reason']}" for row in rows)
         raise PlanError(f"--sweep: the run is possible on none of these numbers of GPUs.\n{reasons}")
@@ -80,14 +80,15 @@ def _plan(job: TrainingJob, machines: Machines) -> Prediction | str:
     return predict(job, plan, machines.kind, machines.per_node)
 
 
-def _figures(row: Prediction | str, gpus: int, tokens: float | None) -> dict[str, Any]:
+def _figures(row: Prediction | str, machines: Machines, tokens: float | None) -> dict[str, Any]:
     """Return a row as plain data; without a plan all values except fits and reason are null."""
-    names = ("choices", "reserved_gib", "step_time_s", "tokens_per_s_per_gpu", "exposed_share")
+    names = ("choices", "reserved_gib", "step_time_s", "tokens_per_s_per_gpu", "mfu", "exposed_share")
     if isinstance(row, str):
         return {"fits": False, "reason": row, **dict.fromkeys((*names, "days") if tokens else names)}
-    figures = row.reserved_bytes / GIB, row.timeline.step_s, row.tokens_per_s_per_gpu
+    rate = row.tokens_per_s_per_gpu
+    figures = row.reserved_bytes / GIB, row.timeline.step_s, rate, row.mfu
     values = (settings_of(row.plan), *figures, row.timeline.exposed_share)
-    days = {"days": time_to_train(row, gpus, tokens)["days"]} if tokens else {}
+    days = {"days": time_to_train(rate, machines, tokens)["days"]} if tokens else {}
     return {"fits": True, "reason": None, **dict(zip(names, values, strict=True)), **days}
 
 
@@ -100,8 +101,9 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     return {**{key: planned[key] for key in COLUMNS}, "accumulation": plan.accumulation}
 
 
-def as_text(rows: Sequence[dict[str, Any]], tokens: float | None) -> str:
-    """Return a table with a bar for each number of GPUs, then the numbers without a plan, with reasons."""
+def as_text(rows: Sequence[dict[str, Any]], trust: str, tokens: float | None) -> str:
+    """Return a table with a bar for each number of GPUs, then the numbers without a plan, with reasons, and
+    `trust`: how far to trust the figures."""
     planned = [row for row in rows if row["fits"]]
     best = max(row["tokens_per_s_per_gpu"] for row in planned)
     keys = keys_to_show(COLUMNS, [row["choices"]["cp"] for row in planned])
@@ -109,7 +111,7 @@ def as_text(rows: Sequence[dict[str, Any]], tokens: float | None) -> str:
     head = ["GPUs", *(TITLES[key] for key in keys), "GiB", "step", "exposed", *days, "tokens/s per GPU"]
     reasons = "\n".join(f"{row['gpus']} GPUs: {row['reason']}" for row in rows if not row["fits"])
     return "\n\n".join(
-        filter(None, (format_table(head, [_cells(row, keys, best) for row in planned]), reasons))
+        filter(None, (format_table(head, [_cells(row, keys, best) for row in planned]), reasons, trust))
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from meshwright.parallel.planner.accuracy import describe_bound, speed_errors
 from meshwright.parallel.planner.hardware import Hardware, Machines, machines_of_kind
 from meshwright.tools.calibrate import HERE, measure_this_machine
 from meshwright.tools.plan import check as checking
@@ -44,7 +45,12 @@ def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     counts = scaling.read_sweep(options.sweep)
     hardware = _find_hardware(options, max(counts))
     rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
-    print(json.dumps({"sweep": rows}, indent=2) if options.json else scaling.as_text(rows, options.tokens))
+    if options.json:
+        print(json.dumps({"sweep": rows}, indent=2))
+        return
+    kinds = speed_errors(hardware, max(counts), options.gpus_per_node).text, describe_bound(hardware)
+    trust = "\n".join(f"{name}: {text}" for name, text in zip(("errors", "expected"), kinds) if text)
+    print(scaling.as_text(rows, trust, options.tokens))
 
 
 def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
@@ -85,6 +91,6 @@ def _document(
         document["min_gpus"] = report.machines.processes
     if options.tokens and report.prediction:
         document["time_to_train"] = reporting.time_to_train(
-            report.prediction, report.machines.processes, options.tokens
+            report.prediction.tokens_per_s_per_gpu, report.machines, options.tokens
         )
     return document | ({"check": checking.as_json(check)} if check else {})
