@@ -3,8 +3,11 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from meshwright.parallel.planner.accuracy import describe_bound, speed_errors
 from meshwright.parallel.planner.hardware import Hardware, Machines, machines_of_kind
@@ -13,6 +16,7 @@ from meshwright.tools.plan import check as checking
 from meshwright.tools.plan import compare, export, scaling
 from meshwright.tools.plan import report as reporting
 from meshwright.train.config import TrainingJob
+from meshwright.train.planning.correction import find_correction
 
 
 def show_plan(options: argparse.Namespace, job: TrainingJob) -> bool:
@@ -23,7 +27,7 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> bool:
     if options.timeline:
         export.check_target("--timeline", options.timeline, export.TIMELINE_SUFFIXES, overwrites=True)
     if options.gpu:
-        hardware = _find_hardware(options, options.gpus or options.gpus_per_node)
+        hardware = _find_hardware(options, job, options.gpus or options.gpus_per_node)
         gpus = options.gpus or reporting.find_fewest(job, options.gpus_per_node, hardware)
         machines = machines_of_kind(hardware, gpus, options.gpus_per_node)
     else:
@@ -43,13 +47,15 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> bool:
 def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
     counts = scaling.read_sweep(options.sweep)
-    hardware = _find_hardware(options, max(counts))
+    hardware = _find_hardware(options, job, max(counts))
     rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
     if options.json:
         print(json.dumps({"sweep": rows}, indent=2))
         return
     kinds = speed_errors(hardware, max(counts), options.gpus_per_node).text, describe_bound(hardware)
-    trust = "\n".join(f"{name}: {text}" for name, text in zip(("errors", "expected"), kinds) if text)
+    trust = "\n".join(
+        f"{name}: {text}" for name, text in zip(("errors", "expected"), kinds, strict=True) if text
+    )
     print(scaling.as_text(rows, trust, options.tokens))
 
 
@@ -59,14 +65,19 @@ def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
     print(json.dumps(compared, indent=2) if options.json else compare.as_text(compared))
 
 
-def _find_hardware(options: argparse.Namespace, gpus: int) -> Hardware:
-    """Return the kind that --gpu names, or this machine as it measures itself."""
+def _find_hardware(options: argparse.Namespace, job: TrainingJob, gpus: int) -> Hardware:
+    """Return the kind that --gpu names, or this machine as it measures itself and as its runs correct it."""
     if options.gpu != HERE:
         return reporting.find_kind(options.gpu, "--gpu")
     print(f"{HERE}: this machine measures itself, up to a minute, unless it has before", file=sys.stderr)
     hardware, line = measure_this_machine(options.config_arguments, min(gpus, options.gpus_per_node))
     print(line, file=sys.stderr)
-    return hardware
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    correction = find_correction(job, hardware, device)
+    if options.uncorrected or not correction.shares:
+        return hardware
+    print(f"{HERE}: {correction.describe()}", file=sys.stderr)
+    return replace(hardware, correction=correction.factor)
 
 
 def _write(options: argparse.Namespace, report: reporting.PlanReport) -> list[Path]:

@@ -208,9 +208,7 @@ def _keep(path: Path, measured: Calibration, base: Hardware) -> Hardware:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
-    hardware: Hardware = structure(
-        Hardware, {**load_value(text), "name": HERE, "correction": 1.0}, str(path)
-    )
+    hardware: Hardware = structure(Hardware, {**load_value(text), "name": HERE, "correction": 1.0}, str(path))
     return hardware
 
 

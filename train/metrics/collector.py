@@ -136,6 +136,7 @@ class Metrics(Hook):
         at_rates = rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
         self._predicted_row = {f"{PREDICTED}{name}": v for name, v in {**predicted, **at_rates}.items()}
         self._reported: list[dict[str, float]] = []  # the measured values of the predicted names, per report
+        self._counted = 0  # steps in all reports but the first
 
     def start(self, position: TrainPosition) -> None:
         self._clock.start()
@@ -178,6 +179,7 @@ class Metrics(Hook):
             row[UNIT_NORMS] = self._norms.take()
         row |= self._spikes.add(loss)
         if self._predicted:
+            self._counted += steps if self._reported else 0
             self._reported.append({name: row[name] for name in self._predicted})
         self._steps, self._wait_s, self._scores = 0, 0.0, {}
         self._trained.zero_()
@@ -185,7 +187,8 @@ class Metrics(Hook):
 
     def compare_with_predicted(self) -> list[str]:
         """Return one line that compares predictions with measurements, none without predictions. Measured is
-        the median over all reports except the first, which includes compiling."""
+        the median over all reports except the first, which includes compiling. After sufficient steps rank 0
+        corrects later predictions on this machine."""
         later = self._reported[1:]
         if not self._predicted:
             return []
@@ -199,7 +202,13 @@ class Metrics(Hook):
             f"{name} {value:.3g} against {measured[name]:.3g} ({value / measured[name] - 1:+.1%})"
             for name, value in self._predicted.items()
         )
-        return [f"predicted against measured: {', '.join(comparisons)}"]
+        lines = [f"predicted against measured: {', '.join(comparisons)}"]
+        prediction = self._run.planned.prediction
+        correction = prediction.correction if prediction else None
+        if correction and self._counted >= correction.least_steps and self._run.ranks.is_main:
+            faster = self._predicted["step_time_s"] / measured["step_time_s"]  # than predicted
+            lines.append(f"planner: {correction.with_run(correction.factor * faster).describe()}")
+        return lines
 
 
 def scores_row(scores: Mapping[str, Score]) -> dict[str, float]:

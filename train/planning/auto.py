@@ -7,6 +7,7 @@ import torch
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.machine_memory import peak_resident_bytes, smallest_memory
 from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.planner.accuracy import speed_errors
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import describe_choices, give_reasons
 from meshwright.parallel.planner.hardware import Machines, find_hardware, load_hardware
@@ -17,6 +18,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.agreement import broadcast_from_rank0
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.planning.correction import find_correction
 from meshwright.train.planning.fit import suggest_fits, this_machine
 from meshwright.train.planning.predict import (
     Prediction,
@@ -63,22 +65,28 @@ def _choose_for_device(
     job: TrainingJob, ranks: RankInfo, device: torch.device, machines: Machines
 ) -> Prediction:
     """Choose the plan for the processes of this run, on such devices, and predict it."""
-    parallel, kind = job.parallel, machines.kind
+    parallel, kind, cpu_offload = job.parallel, machines.kind, job.parallel.cpu_offload
     if parallel.param_dtype == "auto":
         parallel = replace(parallel, param_dtype=dtype_on_device(device))
     if kind.cores:  # a CPU: its rates are of one core, and host memory is the device memory
         cores = min(usable_cores(), ranks.local_world_size * torch.get_num_threads())
         machines = replace(machines, hardware=replace(kind, cores=cores))
         parallel = replace(parallel, cpu_offload=False)
-    _, predicted = choose_plan(replace(job, parallel=parallel), machines)
+    job = replace(job, parallel=parallel)
+    correction = find_correction(job, kind, device)
+    machines = replace(machines, hardware=replace(machines.kind, correction=correction.factor))
+    _, predicted = choose_plan(job, machines)
     check_device_support(job, predicted.plan, device)
     headline = (
         f"{kind.name}: {predicted.timeline.step_s:.3g} s a step, {predicted.tokens_per_s_per_gpu:,.0f} "
         f"tokens/s per process, {predicted.memory.peak_bytes / GIB:.2f} GiB "
         f"({predicted.reserved_bytes / GIB:.2f} reserved)"
     )
-    plan = replace(predicted.plan, cpu_offload=job.parallel.cpu_offload)
-    return replace(predicted, plan=plan, reasons=(headline, *predicted.reasons))
+    errors = speed_errors(machines.kind, machines.processes, machines.per_node)
+    trust = correction.describe() if correction.shares else f"errors of such predictions: {errors.text}"
+    plan = replace(predicted.plan, cpu_offload=cpu_offload)
+    reasons = (headline, trust, *predicted.reasons)
+    return replace(predicted, plan=plan, reasons=reasons, correction=correction)
 
 
 def choose_plan(job: TrainingJob, machines: Machines) -> tuple[SearchResult, Prediction]:
