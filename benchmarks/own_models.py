@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import meshwright as mw
 from benchmarks.support.forked_ranks import RankError, run_forked
 from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from benchmarks.zoo.case import Batch, Case
 from benchmarks.zoo.models import CASES
+from meshwright.parallel.fsdp import full_tensor
 from meshwright.parallel.model.check import compare
 from meshwright.parallel.model.constructor import tensors_by_name
 from meshwright.parallel.model.parts import Loss
@@ -73,7 +73,7 @@ def shard(case: Case, model: nn.Module, loss: Loss | None = None) -> mw.ShardedM
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by all of their names, gathered; every rank calls it."""
     tensors = tensors_by_name(model)
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: full_tensor(t) for name, t in tensors.items()}
 
 
 def bitwise(tensors: dict[str, Tensor], expected: dict[str, Tensor], of: str = "") -> Found:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.config import CompileConfig as CompileConfig
     from meshwright.parallel.config import ParallelConfig as ParallelConfig
     from meshwright.parallel.errors import PlanError as PlanError
+    from meshwright.parallel.fsdp import full_tensor as full_tensor
     from meshwright.parallel.mesh import build_mesh as build_mesh
     from meshwright.parallel.model.check import CheckReport as CheckReport
     from meshwright.parallel.model.check import check as check
@@ -58,6 +59,7 @@ _PUBLIC = {
     "apply_plan": "parallel.apply",
     "ShardedModel": "parallel.sharded_model",
     "evaluating": "parallel.sharded_model",
+    "full_tensor": "parallel.fsdp",
     "materialize": "parallel.model.materialize",
     "load_weights": "parallel.model.materialize",
     "check": "parallel.model.check",

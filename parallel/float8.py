@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.plan.schema import Float8Plan, Plan
+from meshwright.parallel.plan.schema import Float8Plan, Plan, gathers_in_float8
 
 LEAST_CAPABILITY = (8, 9)  # of a GPU with float8 products (torch._scaled_mm): Ada, Hopper and newer
 
@@ -54,7 +54,7 @@ def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
         recipes(plan.float8.recipe),
         emulate=device_type == "cpu",
         pad_inner_dim=True,
-        enable_fsdp_float8_all_gather=plan.float8.all_gather,
+        enable_fsdp_float8_all_gather=gathers_in_float8(plan),
     )
     convert(model, config=config, module_filter_fn=chosen)
     if unmatched := [pattern for pattern, count in matches.items() if not count]:
@@ -69,7 +69,7 @@ def apply_float8(model: nn.Module, plan: Plan, device_type: str) -> None:
 def precomputes_scales(plan: Plan) -> bool:
     """Return whether scales of weights are computed after the optimizer step, for the next all-gather."""
     # with CPU offload FSDP2 copies a weight to the device without its scale
-    return plan.float8.all_gather and not plan.cpu_offload
+    return gathers_in_float8(plan) and not plan.cpu_offload
 
 
 def _scale_after_each_step(model: nn.Module) -> None:

@@ -23,7 +23,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.mesh import mesh_of_own_groups
-from meshwright.parallel.plan.schema import Plan, UnitPlan, innermost, prefetch_schedule
+from meshwright.parallel.plan.schema import (
+    Plan,
+    UnitPlan,
+    innermost,
+    leaves_parameters,
+    prefetch_schedule,
+    reduced_in,
+)
 
 Gradients = Literal["sum", "mean_of_ranks"]  # over the data-parallel ranks
 
@@ -33,11 +40,15 @@ def apply_fsdp(
 ) -> None:
     """Shard each unit in place, at last the model itself, also if no parameters are left for it.
 
-    Applies to one process too, so that code, precision policy and parameter names are the same everywhere.
+    Applies to one process too, so that code, precision policy and parameter names are the same everywhere;
+    if FSDP2 would only copy its parameters (`leaves_parameters`), the units have none.
     `group_timeout`: of the smaller groups of reshard_after_forward=INT; None: torch's default.
     """
-    whole = keep_whole(model, plan.unsharded, mesh)
-    before, ignored = dict(model.named_parameters(remove_duplicate=False)), set(whole)
+    if leaves_parameters(plan):
+        ignored = set(model.parameters())
+    else:
+        ignored = set(keep_whole(model, plan.unsharded, mesh))
+    before = dict(model.named_parameters(remove_duplicate=False))
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     with _same_groups_for_all_units(group_timeout):
         for unit in plan.units:
@@ -49,7 +60,7 @@ def apply_fsdp(
                 reshard_after_forward=unit.reshard_after_forward,
                 mp_policy=MixedPrecisionPolicy(
                     param_dtype=getattr(torch, unit.param_dtype),
-                    reduce_dtype=getattr(torch, unit.reduce_dtype),
+                    reduce_dtype=getattr(torch, reduced_in(unit, plan)),
                     output_dtype=None if unit.output_dtype == "same" else getattr(torch, unit.output_dtype),
                     cast_forward_inputs=False,  # _cast_inputs does
                 ),
@@ -70,8 +81,10 @@ def apply_fsdp(
     _share_again(model, before)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Reduce by sums. FSDP2 divides by any other factor twice if its group of shards has one rank.
-            module.set_gradient_divide_factor(1.0)
+            # Reduce by sums. FSDP2 divides by any other factor twice if its group of shards has one rank, and
+            # if that is the only rank it need not be told.
+            if mesh.size() > 1:
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if gradients == "mean_of_ranks":
                 module.set_all_reduce_hook(partial(_divide, mesh.size()))
@@ -97,7 +110,8 @@ def _gather_for_backward(unit: FSDPModule, _: nn.Module, _inputs: Any, outputs: 
 
     def gather(_gradient: Tensor) -> None:
         state._register_root_post_backward_final_callback()  # reduces the gradients, also of this unit alone
-        state._fsdp_param_group.pre_backward(default_prefetch=False)
+        if state._fsdp_param_group:  # None without parameters of its own
+            state._fsdp_param_group.pre_backward(default_prefetch=False)
 
     for tensor in tree_leaves(outputs):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -262,6 +276,12 @@ def copy_shard(parameter: Tensor, value: Tensor) -> None:
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a parameter or gradient whole, on every rank, differentiable. A collective if it is sharded: all
+    its ranks call it. One data-parallel rank has plain tensors, without DTensor's method of this name."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:

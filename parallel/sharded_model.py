@@ -21,9 +21,10 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients, free_gathered, local_part, set_last_micro_batch
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
-from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.schema import Plan, leaves_parameters
 
 T = TypeVar("T")
+UNUSED_GET_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 START_AGAIN = "build the model again, and load the last checkpoint"
 FEW_VALUES = 2**18  # gradients of fewer are copied over tp together; a larger one alone
 
@@ -171,7 +172,7 @@ class ShardedModel:
 
     def complete_gradients(self) -> None:
         """Finish what FSDP2 has not after the last backward of a step: the gradients of unsharded parameters,
-        and equal copies on all tp ranks."""
+        equal copies on all tp ranks, and zeros for unused parameters that FSDP2 leaves alone."""
         self._refuse_failed()
         for parameter in dict.fromkeys(self.whole_parameters().values()):
             if isinstance(parameter, DTensor) and parameter.requires_grad:
@@ -182,6 +183,10 @@ class ShardedModel:
                 if self.gradients == "mean_of_ranks":
                     local_part(grad).div_(dist.get_world_size(self.data_group))
                 parameter.grad = grad
+        if leaves_parameters(self.plan) and UNUSED_GET_ZEROS:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         if self.plan.mesh.tp > 1:
             grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             self._copy_over_tp([local_part(grad) for grad in grads if not is_split(grad, "tp")])
@@ -219,14 +224,16 @@ class _Backwards:
         own callback."""
         state: Any = unit._get_fsdp_state()
         model, plan = sharded.model, sharded.plan
-        complete = sharded.complete_gradients if plan.unsharded or plan.mesh.tp > 1 else None
+        leaves = leaves_parameters(plan)
+        by_sums = plan.mesh.tp > 1 or (plan.unsharded and not leaves)  # of this backward's gradients alone
+        complete = sharded.complete_gradients if by_sums or leaves else None
         queue_callback_of_fsdp = state._register_root_post_backward_final_callback
 
         def begin() -> None:
             queue_callback_of_fsdp()
             if not self.running:  # not yet begun at another unit
                 self.running = True
-                if complete and not self.paused:
+                if by_sums and not self.paused:
                     maybe = dict.fromkeys((*self.completed, *sharded.whole_parameters().values()))
                     self.earlier = {p: p.grad for p in maybe if p.grad is not None}
                 for parameter in self.earlier:

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.fsdp import Gradients
+from meshwright.parallel.fsdp import Gradients, full_tensor
 from meshwright.parallel.mesh import build_mesh, gather_from_all
 from meshwright.parallel.model.forward import Example, observe
 from meshwright.parallel.model.inputs import tokens_of
@@ -284,7 +283,7 @@ def results_of(
         for i, output in enumerate(_backward(model, part, seed, own)):
             outputs[f"output {i}{of_batch}"] = output
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return outputs | {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    return outputs | {name: full_tensor(g) for name, g in found.items()}
 
 
 def micro_batches(sharded: ShardedModel, example: Example) -> list[Example]:
@@ -380,7 +379,7 @@ def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
         values[name] = tensor.detach().clone()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        whole = full_tensor(parameter)
         whole = whole.detach().float()
         spread = max(float(whole.std(correction=0)), MOVED)
         values[name] = whole + MOVED * spread * torch.randn(whole.shape, generator=generator)

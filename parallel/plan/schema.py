@@ -289,7 +289,8 @@ def micro_batch_kinds(plan: Plan) -> list[tuple[MicroBatch, int]]:
     between = MicroBatch(False, False)
     if number == 1:
         return [(MicroBatch(True, True), 1)]
-    if any(sums_whole_gradients(unit, plan) or keeps_parameters(unit, plan) for unit in plan.units):
+    kept = (sums_whole_gradients(unit, plan) or keeps_parameters(unit, plan) for unit in plan.units)
+    if leaves_parameters(plan) or any(kept):
         return [(first, 1), *([(between, number - 2)] if number > 2 else []), (last, 1)]
     return [(between, number - 1), (last, 1)] if plan.mesh.dp_replicate > 1 else [(last, number)]
 
@@ -297,6 +298,29 @@ def micro_batch_kinds(plan: Plan) -> list[tuple[MicroBatch, int]]:
 def sums_whole_gradients(unit: UnitPlan, plan: Plan) -> bool:
     """Whether every rank sums the unit's whole gradients over the micro batches of a step."""
     return plan.accumulation > 1 and unit.reduce_gradients == "last_micro_batch"
+
+
+def reduced_in(unit: UnitPlan, plan: Plan) -> Dtype:
+    """Return the dtype in which a unit's gradients are reduced, or summed over micro batches: reduce_dtype,
+    but one data-parallel rank, which does neither, keeps param_dtype."""
+    alone = plan.mesh.data_parallel * plan.mesh.cp == 1
+    return unit.param_dtype if alone and not sums_whole_gradients(unit, plan) else unit.reduce_dtype
+
+
+def leaves_parameters(plan: Plan) -> bool:
+    """Whether FSDP2 leaves all parameters to their modules: one data-parallel rank has nothing to shard or
+    reduce, and if parameters and gradients are used on the device and in the dtype in which they are stored,
+    FSDP2 would only copy them."""
+    return (
+        plan.mesh.data_parallel * plan.mesh.cp == 1
+        and not plan.cpu_offload
+        and all(unit.param_dtype == plan.storage_dtype == reduced_in(unit, plan) for unit in plan.units)
+    )
+
+
+def gathers_in_float8(plan: Plan) -> bool:
+    """Whether weights are all-gathered in float8: one data-parallel rank gathers none."""
+    return plan.float8.all_gather and not leaves_parameters(plan)
 
 
 def keeps_parameters(unit: UnitPlan, plan: Plan) -> bool:

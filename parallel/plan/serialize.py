@@ -14,7 +14,7 @@ import msgspec
 
 from meshwright.parallel.errors import PlanError, fold, one_line
 from meshwright.parallel.plan.mistakes import Mistake, describe
-from meshwright.parallel.plan.schema import ROOT, Plan, UnitPlan
+from meshwright.parallel.plan.schema import ROOT, Plan, UnitPlan, gathers_in_float8, leaves_parameters
 from meshwright.parallel.structure import convert
 from meshwright.parallel.yaml_io import YamlError, load_mapping, to_yaml
 
@@ -233,7 +233,8 @@ def _about_all_units(plan: Plan) -> list[str]:
         else "loss of all tokens at once"
     )
     kernels = f"attention {plan.attention}, {loss}" if plan.attention else "the model's own"
-    first.append(f"kernels: {kernels}; parameters stored in {plan.storage_dtype}")
+    alone = ", which FSDP2 leaves alone" if leaves_parameters(plan) else ""
+    first.append(f"kernels: {kernels}; parameters stored in {plan.storage_dtype}{alone}")
     if plan.unsharded:
         first.append(f"unsharded: {', '.join(plan.unsharded)}")
     if plan.fused_projections or plan.async_tp:
@@ -243,7 +244,7 @@ def _about_all_units(plan: Plan) -> list[str]:
         }
         first.append(", ".join(option for option, enabled in options.items() if enabled))
     if plan.float8.linears:
-        gathered = ", gathered in float8 too" if plan.float8.all_gather else ""
+        gathered = ", gathered in float8 too" if gathers_in_float8(plan) else ""
         first.append(f"float8 {plan.float8.recipe}{gathered}: {', '.join(plan.float8.linears)}")
     return first
 

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import gcd
 
-from meshwright.parallel.plan.schema import MeshPlan, Plan, UnitPlan, regathered
+from meshwright.parallel.plan.schema import (
+    MeshPlan,
+    Plan,
+    UnitPlan,
+    gathers_in_float8,
+    reduced_in,
+    regathered,
+)
 from meshwright.parallel.planner.hardware import ALL_TO_ALL, Curve, Hardware, HostCosts, seconds_at, share_at
 from meshwright.parallel.planner.timeline import AXIS_OF_LANE
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation
@@ -341,7 +348,7 @@ def _module_times(
 ) -> ModuleTimes:
     """Return the times of both phases of a module. Parameters that are gathered in float8 are not cast: the
     traffic of element-wise operations that does not depend on the micro batch is left out."""
-    uncast, host, phases = plan.float8.all_gather and module.float8, hardware.host, list[PhaseTimes]()
+    uncast, host, phases = gathers_in_float8(plan) and module.float8, hardware.host, list[PhaseTimes]()
     for phase in (module.forward, module.backward):
         operations = phase.operations
         if uncast:
@@ -375,7 +382,7 @@ def _unit_times(
     parameters = sum(work.modules[name].parameters for name in unit.modules)
     trained = trained_parameters(unit.modules, work)
     gathered = gathered_bytes(parameters, unit, plan, work)
-    reduced = trained * DTYPE_BYTES[unit.reduce_dtype]
+    reduced = trained * DTYPE_BYTES[reduced_in(unit, plan)]
     cast_s = copying_s((parameters * DTYPE_BYTES[plan.storage_dtype] + gathered) / shard.size, hardware)
     size = unit.reshard_after_forward
     regroup = (
@@ -395,7 +402,7 @@ def _unit_times(
         copy_in_s=copying_s(given + reduced, hardware),
         scatter_s=collective_s("reduce_scatter", reduced, shard, hardware),
         all_reduce_s=collective_s("all_reduce", reduced / shard.size, replicate, hardware),
-        first_sum_s=copying_s(given + reduced, hardware) if unit.param_dtype != unit.reduce_dtype else 0.0,
+        first_sum_s=copying_s(given + reduced, hardware) if given != reduced else 0.0,
         sum_s=copying_s(given + 2 * reduced, hardware),
         sums_copy_in_s=copying_s(2 * reduced, hardware),
     )

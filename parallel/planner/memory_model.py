@@ -21,8 +21,8 @@ from meshwright.parallel.plan.schema import (
     MicroBatch,
     Plan,
     UnitPlan,
-    keeps_parameters,
     micro_batch_kinds,
+    reduced_in,
     sums_whole_gradients,
 )
 from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks, trained_parameters
@@ -47,7 +47,7 @@ def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
     parameters are kept between micro batches, through one of each kind.
     """
     kinds = [kind for kind, _ in micro_batch_kinds(plan)]
-    if not any(sums_whole_gradients(unit, plan) or keeps_parameters(unit, plan) for unit in plan.units):
+    if not kinds[0].first:
         kinds = kinds[-1:]
     sink = MemorySink(plan, work, begun=not kinds[0].first)
     walk = StepWalk(sink.plan, sink, work.has_backward)
@@ -202,7 +202,7 @@ class MemorySink(StepSink):
         if not micro_batch.first:
             self.note()
             ledger.drop(full)
-        elif unit.param_dtype == unit.reduce_dtype:
+        elif unit.param_dtype == reduced_in(unit, self.plan):
             ledger.move(full, sums, self._sums_kind)
             self.note()
         else:
@@ -221,10 +221,11 @@ class MemorySink(StepSink):
         self.note()
         ledger.drop((unit.name, "whole gradients" if sums else "full gradients"))
         ledger.hold("reduce_scatter", (unit.name, "reduced"), result, kind="buffers")
-        if shards == 1:  # no reduce-scatter: the division copies the buffer, and the result is copied again
-            ledger.hold("reduce_scatter", (unit.name, "copy"), result)
+        if shards == 1:  # no reduce-scatter: the buffer is copied, over replicas by a division by one first
+            divided = result if self.plan.mesh.dp_replicate > 1 else 0
+            ledger.hold("reduce_scatter", (unit.name, "copy"), divided)
             ledger.drop((unit.name, "copy"))
-            self.note(buffers=max(result, cast))
+            self.note(buffers=max(divided, cast))
         else:
             dtype, kind = (unit.reduce_dtype, self._sums_kind) if sums else (unit.param_dtype, "buffers")
             ledger.count(kind, (unit.name, "last weight"), self._bytes.last_weight(unit) * DTYPE_BYTES[dtype])
@@ -345,7 +346,8 @@ class UnitBytes:
     def reduction(self, unit: UnitPlan, last: bool) -> tuple[int, int]:
         """Return the bytes of the result of a unit's reduction, and of its cast to storage_dtype; 0 without a
         cast, as over replicas before the last micro batch."""
-        reduced, reduce_bytes = sum(map(self.trained_values, unit.modules)), DTYPE_BYTES[unit.reduce_dtype]
+        reduced = sum(map(self.trained_values, unit.modules))
+        reduce_bytes = DTYPE_BYTES[reduced_in(unit, self._plan)]
         casts = reduce_bytes != self.stored and (last or self._plan.mesh.dp_replicate == 1)
         return reduced * reduce_bytes, reduced * self.stored if casts else 0
 

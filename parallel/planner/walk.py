@@ -14,6 +14,7 @@ from meshwright.parallel.plan.schema import (
     UnitPlan,
     keeps_parameters,
     last_places,
+    leaves_parameters,
     micro_batch_kinds,
     prefetch_schedule,
     sums_whole_gradients,
@@ -47,7 +48,8 @@ class StepSink:
         """FSDP2's hook after a unit's backward."""
 
     def sum(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
-        """The whole gradients of a unit become its sums, or are added to them."""
+        """The whole gradients of a unit become its sums, or are added to them: by FSDP2, or by autograd if
+        FSDP2 leaves the parameters alone."""
 
     def reduce(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
         """The gradients of a unit, or their sums, are reduced."""
@@ -75,6 +77,7 @@ class StepWalk:
         """`has_backward`: whether any of these modules has a backward."""
         self.sink = sink
         self._plan, self._has_backward = plan, has_backward
+        self._leaves = leaves_parameters(plan)
         self._computing = set(without_containers(plan.modules))
         place, last = {name: i for i, name in enumerate(plan.modules)}, last_places(plan.modules)
         self._begun: dict[str, UnitPlan] = {}  # by the module with which the forward begins with the unit
@@ -103,7 +106,7 @@ class StepWalk:
             if module in self._computing:
                 self.sink.compute(module, "forward")
             for unit in self._finished[module]:
-                if unit.reshard_after_forward is not False:
+                if unit.reshard_after_forward is not False and not self._leaves:
                     self.gathered.discard(unit.name)
                     self._resharded.add(unit.name)
                     self.sink.reshard(unit, "forward")
@@ -138,7 +141,7 @@ class StepWalk:
 
     def _gather(self, unit: UnitPlan, phase: str) -> None:
         """Start an all-gather unless the unit is gathered, in flight, or not needed by the backward."""
-        unneeded = phase == "backward" and not unit.unshard_in_backward
+        unneeded = self._leaves or (phase == "backward" and not unit.unshard_in_backward)
         if not (unneeded or unit.name in self._in_flight or unit.name in self.gathered):
             self._in_flight.add(unit.name)
             self.sink.gather(unit, phase, unit.name in self._resharded)
@@ -148,7 +151,7 @@ class StepWalk:
         they are kept, and reduce its gradients or the sums. FSDP2 adds before it frees, and casts the first
         gradients after."""
         has_backward = self._has_backward(unit.modules)
-        sums = has_backward and sums_whole_gradients(unit, self._plan)
+        sums = has_backward and (self._leaves or sums_whole_gradients(unit, self._plan))
         if has_backward:
             self.sink.leave(unit)
         if sums and not micro_batch.first:
@@ -158,7 +161,7 @@ class StepWalk:
             self.sink.reshard(unit, "backward")
         if sums and micro_batch.first:
             self.sink.sum(unit, micro_batch)
-        if has_backward and (micro_batch.last or not sums):
+        if has_backward and not self._leaves and (micro_batch.last or not sums):
             self.sink.reduce(unit, micro_batch)
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.parallel.activation_offload import SEND_LABEL
 from meshwright.parallel.fsdp import local_part, parameters_by_module
 from meshwright.parallel.memory_breakdown import MemoryBreakdown
-from meshwright.parallel.plan.schema import Plan, UnitPlan, sums_whole_gradients
+from meshwright.parallel.plan.schema import Plan, UnitPlan, leaves_parameters, sums_whole_gradients
 from meshwright.parallel.simulate.module_tracker import OPTIMIZER_LABEL, ModuleTracker
 
 REDUCE_LABEL = "FSDP::post_backward_reduce"
@@ -65,6 +65,7 @@ class StorageTracker:
         self._live: dict[int, _TrackedStorage] = {}
         # kept gradients of full size are always on the device
         self._kept_kind = "buffers" if "grads" in on_host else "grads"
+        self._leaves = leaves_parameters(plan)
         self._micro_batch = 0
         self._gathered: dict[str, list[nn.Parameter]] = {}  # a unit's parameters of full size
         self._plan, self._units = plan, {unit.name: unit for unit in plan.units}
@@ -104,6 +105,8 @@ class StorageTracker:
             self._gathered[unit.name] = self._parameters_by_unit()[unit.name]
         elif closed == BACKWARD_END:
             self._micro_batch += 1
+            if self._leaves:
+                self.mark("grads", (p.grad for p in self._params))
         elif opened.startswith(RESHARD_LABEL):
             self._mark_kept(self._units[self._position.unit_in(opened)])
         if closed == "FSDP::root_pre_forward":
@@ -158,7 +161,8 @@ class StorageTracker:
             # Autograd uses the operation's result itself as the gradient, so it is known as one only now.
             weights = self._modules[self._differentiated]._parameters.values()
             grads = [weight.grad for weight in weights if weight is not None]
-            self.mark("buffers", (grad for grad in grads if not self._is_reduced(grad)))
+            kind = "grads" if self._leaves else "buffers"  # which FSDP2 reduces
+            self.mark(kind, (grad for grad in grads if not self._is_reduced(grad)))
             self._differentiated = module
 
     def _is_reduced(self, gradient: Tensor | None) -> bool:

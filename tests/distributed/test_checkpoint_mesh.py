@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.parallel.fsdp import full_tensor
 from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.commit import list_checkpoints
 from meshwright.train.checkpoint.layout import whole
@@ -126,10 +127,6 @@ def compare(folder: Path, wanted: dict[str, torch.Tensor]) -> int:
     different = [name for name in saved if not torch.equal(saved[name], wanted[name])]
     assert not different, different
     return len(saved)
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_weights_stay_what_they_were_in_name_dtype_and_value(trained, plain):
 
 def test_an_optimizer_of_ones_own_leaves_the_weights_scaled_for_the_next_gather(data):
     """The hook runs for any optimizer, but only if it changes the model's weights."""
-    with sharded_alone([*ON, EAGER, SENT, *data]) as run:
+    with sharded_alone([*ON, EAGER, SENT, BFLOAT16, *data]) as run:
         sent = [
             p._local_tensor for p in run.model.parameters() if hasattr(p._local_tensor, "_precomputed_scale")
         ]

@@ -113,7 +113,7 @@ def train_beside_plain_torch(case: Case) -> None:
             got, expected = (
                 torch.zeros_like(other) if p.grad is None else p.grad for p in (parameter, other)
             )
-            got = got.full_tensor() if parameter.grad is not None else got
+            got = mw.full_tensor(got)
             torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
             if parameter.grad is not None and other.grad is not None:
                 parameter.data -= 0.1 * parameter.grad

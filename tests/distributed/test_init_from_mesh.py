@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.hf import hf_name
+from meshwright.parallel.fsdp import full_tensor
 from meshwright.tools.checkpoint.__main__ import main as convert
 from meshwright.train.checkpoint import reader
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
@@ -90,10 +91,7 @@ def run_case(arguments: Sequence[str], tokens: Tensor) -> dict[str, Any]:
         weights.names[name]: (p.to_local() if isinstance(p, DTensor) else p).numel()
         for name, p in model.named_parameters()
     }
-    full = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
+    full = {name: full_tensor(p).detach().clone() for name, p in model.named_parameters()}
     shape = run.shape
     own = tokens.chunk(shape.data_parallel)[shape.data_rank]
     batch = Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous())

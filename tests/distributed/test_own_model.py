@@ -56,7 +56,7 @@ def masked(model: Any, cp: int, padded: bool) -> tuple[torch.Tensor, torch.Tenso
     logits = model(input_ids=ids[:, own], position_ids=positions.expand(2, -1), **given).logits
     shown = logits * mask[:, own][..., None]
     shown.square().sum().backward()
-    grad = model.model.layers[0].self_attn.q_proj.weight.grad.full_tensor()
+    grad = mw.full_tensor(model.model.layers[0].self_attn.q_proj.weight.grad)
     return shown.detach(), grad * cp / 2  # with cp=1 both ranks have all tokens
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 import meshwright as mw
 from tests.support.worlds import run_ranks
@@ -42,10 +41,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x) + self.shift, x  # the second is an input of the first
-
-
-def full(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -91,7 +86,7 @@ def after_zeros(model: nn.Module, own: Own) -> None:
 
 
 def with_a_penalty(model: nn.Module, own: Own) -> None:
-    penalty = sum(full(parameter).square().mean() for parameter in model.parameters())
+    penalty = sum(mw.full_tensor(parameter).square().mean() for parameter in model.parameters())
     (loss_of(model(own(rows_of(10)))) + penalty).backward()
 
 
@@ -137,7 +132,7 @@ def compare() -> None:
             way(model, own)
             way(plain, lambda rows: rows)
             for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-                grad, wanted = full(found.grad), expected.grad
+                grad, wanted = mw.full_tensor(found.grad), expected.grad
                 wanted = torch.zeros_like(expected) if wanted is None else wanted
                 assert (grad - wanted).norm() <= 1e-5 * wanted.norm(), (name, way.__name__, parallel)
             model.zero_grad()
@@ -166,12 +161,12 @@ def different_parameters() -> None:
     torch.manual_seed(0)
     model, plain = Choosing(dist.get_rank()), Choosing(0)
     mw.shard(model, (rows_of(0)[:4],), parallel=mw.ParallelConfig(compile=EAGER))
-    plain.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    plain.load_state_dict({name: mw.full_tensor(value) for name, value in model.state_dict().items()})
     loss_of(model(rows_of(1).chunk(2)[dist.get_rank()])).backward()
     for plain.chosen in range(2):
         (loss_of(plain(rows_of(1).chunk(2)[plain.chosen])) / 2).backward()
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(full(found.grad), expected.grad, atol=1e-6), name  # type: ignore[arg-type]
+        assert torch.allclose(mw.full_tensor(found.grad), expected.grad, atol=1e-6), name  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(
@@ -216,7 +211,7 @@ def scalars() -> None:
             (loss * each.share.exp() if step else loss).backward()
         for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             wanted = torch.zeros_like(expected) if expected.grad is None else expected.grad
-            assert torch.allclose(full(found.grad), wanted, rtol=1e-4, atol=1e-6), (name, step)
+            assert torch.allclose(mw.full_tensor(found.grad), wanted, rtol=1e-4, atol=1e-6), (name, step)
         model.zero_grad(set_to_none=step == 0)
         plain.zero_grad(set_to_none=step == 0)
 

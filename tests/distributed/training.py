@@ -20,6 +20,7 @@ import meshwright.models.llama
 import meshwright.parallel.tensor_parallel
 from meshwright.models.attention import block_mask
 from meshwright.parallel.compile.stats import count_compiled_graphs
+from meshwright.parallel.fsdp import full_tensor, local_part
 from meshwright.train.config import Config
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
@@ -43,15 +44,15 @@ class Case:
     change: str = ""
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def whole_copy(tensor: Tensor) -> Tensor:
+    return full_tensor(tensor).detach().clone()
 
 
 def train_case(config: Config, steps: int) -> dict[str, Any]:
     """Train as train.main does, recording results on every rank; the tests use rank 0's."""
     run, device = build_sharded(config), torch.device("cpu")
     model, optimizer, group = run.model, run.optimizer, run.group
-    weights = {name: full_tensor(p) for name, p in model.named_parameters()}
+    weights = {name: whole_copy(p) for name, p in model.named_parameters()}
     shape, corpus = run.shape, load_corpus(config.data)
     sequences = make_sequence_shape(
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
@@ -65,7 +66,7 @@ def train_case(config: Config, steps: int) -> dict[str, Any]:
     def keep_first_gradients(*_: object) -> None:
         if not grads:
             grads.update(
-                {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+                {name: whole_copy(p.grad) for name, p in model.named_parameters() if p.grad is not None}
             )
 
     optimizer.register_step_pre_hook(keep_first_gradients)
@@ -119,10 +120,11 @@ def _drifted(model: nn.Module) -> list[str]:
     """Return the parameters whose copies on several ranks are not bitwise equal."""
     copies = {}
     for name, p in model.named_parameters():
+        shard: tuple[int, ...] = ()
         if isinstance(p, DTensor):
             place = zip(p.device_mesh.get_coordinate() or (), p.placements, strict=True)
             shard = tuple(index for index, placement in place if not placement.is_replicate())
-            copies[name, shard] = p.to_local().detach()
+        copies[name, shard] = local_part(p).detach()
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, copies)
     first: dict[tuple[str, tuple[int, ...]], Tensor] = {}

@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import meshwright as mw
+from meshwright.parallel.fsdp import full_tensor
 from meshwright.tools.checkpoint.__main__ import main as checkpoint_tool
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.initial_weights import find_weights, load_weights
@@ -110,10 +110,7 @@ def started_from(cases: dict[str, tuple[Path, bool]], folder: Path) -> dict[str,
                 tensor.fill_(7)
         weights = find_weights(str(source), built.config.model, strict=strict)
         load_weights(weights, built.model)
-        state = {
-            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-            for name, tensor in tensors.items()
-        }
+        state = {name: full_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
         results[case] = {"state": state, "lines": list(weights.describe())}
         if case == "0":
             mw.save(folder, built.sharded, built.optimizer, 1)

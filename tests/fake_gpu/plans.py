@@ -19,6 +19,9 @@ def of_8b(keys: str = "", layers: int = 2, world_size: int = 8) -> Case:
 
 CASES = {
     "fsdp-8": of_8b(),
+    "one-gpu-bfloat16-state": of_8b(
+        "parallel.storage_dtype=bfloat16 optim.state_dtype=bfloat16", world_size=1
+    ),
     "hsdp-2x4-accumulation-full-recomputation": of_8b(
         "parallel.dp_replicate=2 parallel.dp_shard=4 parallel.activation_checkpoint=full "
         "train.micro_batch_size=1 train.global_batch_size=16"

@@ -7,9 +7,8 @@ import zlib
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.fsdp import copy_shard
+from meshwright.parallel.fsdp import copy_shard, full_tensor
 from meshwright.train.optim import adamw_kernel
 from tests.support.interpreted import forget_triton, guarded
 from tests.support.sharded import build_sharded
@@ -110,9 +109,7 @@ def train(arguments: list[str]) -> dict[str, Tensor]:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         tensors |= {f"{name}, {key}": value for key, value in optimizer.state[parameter].items()}
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()
-    }
+    return {name: full_tensor(value) for name, value in tensors.items()}
 
 
 def train_on_meshes(arguments: list[str]) -> list[dict[str, Tensor]]:

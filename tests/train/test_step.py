@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
+from meshwright.parallel.fsdp import full_tensor
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
@@ -132,11 +133,11 @@ def test_frozen_parameters_stay_and_have_no_gradient_nor_moments(trainer):
     frozen = {
         name: p for name, p in model.named_parameters() if name.startswith(("tok_embeddings.", "layers.0."))
     }
-    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    before = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == list(frozen)
     assert not optimizer.state.keys() & set(frozen.values())
     train_step(run.sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
-    changed = [name for name, p in model.named_parameters() if not torch.equal(p.full_tensor(), before[name])]
+    changed = [name for name, p in model.named_parameters() if not torch.equal(full_tensor(p), before[name])]
     assert set(changed) == before.keys() - frozen.keys()
 
 
@@ -166,13 +167,13 @@ def test_a_freeze_that_means_nothing_is_refused(trainer, pattern, words):
 
 def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_back(trainer):
     model, _, _, group = trainer
-    before = [p.full_tensor().clone() for p in model.parameters()]
+    before = [full_tensor(p).clone() for p in model.parameters()]
     with Count(*READS) as reads:
         total, tokens = evaluate(model, make_batches(3), group, loss_of_forward)
     assert reads.count == 0
     assert tokens.item() == 3 * 2 * 32
     assert 5 < (total / tokens).item() < 7
-    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(full_tensor(p), b) for p, b in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -203,10 +204,10 @@ def test_loss_and_gradients_are_those_of_the_mean_over_all_tokens_of_the_global_
     batches[1] = Batch(batches[1].tokens, batches[1].targets.masked_fill(torch.arange(32) < 20, -100))
     total, tokens = evaluate(model, batches, group, loss_of_forward)
     (sum(model(b.tokens, b.targets) for b in batches) / tokens).backward()
-    expected = [p.grad.full_tensor() for p in model.parameters()]
+    expected = [full_tensor(p.grad) for p in model.parameters()]
     optimizer.zero_grad()
     seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.full_tensor() for p in model.parameters()))
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(full_tensor(p.grad) for p in model.parameters()))
     result = train_step(sharded, optimizer, batches, math.inf, loss_of_forward)
     assert tokens.item() == 2 * 32 + 2 * 12
     assert result.loss.item() == pytest.approx((total / tokens).item(), rel=1e-6)
@@ -220,7 +221,7 @@ def test_a_global_batch_without_a_target_leaves_loss_and_weights_numbers(trainer
     empty = [Batch(batch.tokens, torch.full_like(batch.targets, -100))]
     result = train_step(sharded, optimizer, empty, 1.0, loss_of_forward)
     assert (result.loss.item(), result.grad_norm.item()) == (0.0, 0.0)
-    assert all(p.full_tensor().isfinite().all() for p in model.parameters())
+    assert all(full_tensor(p).isfinite().all() for p in model.parameters())
 
 
 def test_steps_leave_no_tensor_in_a_cycle(trainer):

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import meshwright as mw
+from meshwright.parallel.fsdp import full_tensor
 from meshwright.parallel.model import constructor
 from meshwright.parallel.model.constructor import construct_on_meta, tensors_by_name
 from meshwright.parallel.model.materialize import Spread
@@ -29,10 +29,7 @@ def shard(made: MADE, **keys: Any) -> mw.ShardedModel:
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in tensors.items()
-    }
+    return {name: full_tensor(t).detach().clone() for name, t in tensors.items()}
 
 
 def materialized(names: Sequence[str]) -> dict[tuple[str, str], dict[str, Tensor]]:

@@ -292,10 +292,13 @@ def test_resharding_decides_what_is_gathered_in_the_heads_forward() -> None:
 
 
 def test_a_rank_alone_gathers_through_nothing_and_copies_what_it_would_scatter() -> None:
-    """The head's gradient, the reduction's buffer, and two copies of it: the divided one, and the result."""
+    """Weights in another dtype than their shards: the head's gradient, the reduction's buffer, its result. In
+    the same dtype nothing is copied."""
+    memory = predict(1, reshard_after_forward=True, param_dtype="bfloat16").memory
+    assert memory.unsharded == 4000 // 2
+    assert memory.buffers == TABLES + 4000 // 2 + 4000 // 2 + 4000
     memory = predict(1, reshard_after_forward=True).memory
-    assert memory.unsharded == 4000
-    assert memory.buffers == TABLES + 4000 + 2 * 4000
+    assert (memory.unsharded, memory.buffers) == (0, TABLES + 4000)
 
 
 def test_units_joined_by_size_are_gathered_and_reduced_together() -> None:

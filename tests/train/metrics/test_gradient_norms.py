@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
+from meshwright.parallel.fsdp import full_tensor
 from meshwright.train.metrics.collector import GradientNorms
 from meshwright.train.step import StepResult
 from tests.support.launch import EAGER, TINY
@@ -49,7 +49,7 @@ def take_step(keys: list[str]) -> dict[str, Any]:
             modules = [run.model.get_submodule(name) for name in unit.modules]
             parameters = dict.fromkeys(p for module in modules for p in module.parameters())
             grads = [p.grad for p in parameters if p.grad is not None]
-            full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+            full = [full_tensor(grad) for grad in grads]
             if full:
                 expected[unit.name] = torch.cat([grad.double().flatten() for grad in full]).norm().item()
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
+from meshwright.parallel.fsdp import full_tensor
 from meshwright.train.checkpoint.manifest import SavedTensor
 from meshwright.train.checkpoint.reader import refuse_different
 from meshwright.train.config import OptimConfig
@@ -321,7 +322,7 @@ def step_of_shapes(shapes: Sequence[tuple[int, ...]], axes: Sequence[int | None]
         model = torch.nn.Module()
         model.all = torch.nn.ParameterList(tensors)
         build_optimizer(model, OptimConfig(state_dtype="bfloat16", weight_decay=0.0)).step()
-    return [torch.equal(a, b.full_tensor()) for a, b in zip(whole, sharded, strict=True)]  # type: ignore[attr-defined]
+    return [torch.equal(a, full_tensor(b)) for a, b in zip(whole, sharded, strict=True)]  # type: ignore[attr-defined]
 
 
 def test_a_shard_of_any_shape_has_the_bits_of_the_whole() -> None:
@@ -355,7 +356,7 @@ def test_a_model_is_stored_as_its_float32_values_rounded_to_nearest(trainer) -> 
     plain.initialise(parse_config(TINY).run.seed)
     stored = dict(trainer[0].named_parameters())
     for name, value in plain.named_parameters():
-        assert torch.equal(stored[name].full_tensor(), value.to(BF16)), name
+        assert torch.equal(full_tensor(stored[name]), value.to(BF16)), name
     for name, buffer in plain.named_buffers():
         assert torch.equal(trainer[0].get_buffer(name), buffer), name
 
