@@ -1,5 +1,6 @@
 """Fit the constants of the published runs' machines that no source tells, all together, and measure what the
-fit is worth: errors on the rows that it saw, and on rows and sources that it did not see.
+fit is worth: errors on the rows that it saw, and on rows and sources that it did not see. The runs of this
+project's own H200 are a source to which nothing is fitted.
 
 Every other number of those machines has a source of its own in configs/hardware. A fit minimizes the squared
 logarithms of predicted / measured tokens per second (Gauss-Newton). Each constant starts from a published
@@ -17,7 +18,10 @@ import numpy as np
 
 from benchmarks.published import (
     MEMORY_OF,
+    OWN_KIND,
     PublishedRun,
+    own_runs,
+    predict_own_tokens_per_s,
     predict_reserved_gib,
     predict_tokens_per_s,
     published_rows,
@@ -156,6 +160,7 @@ class FitReport:
         seen: errors on the rows that were fitted
         left_out: error on each row by a fit to the others
         left_out_source: by source, the errors on its rows by a fit to the other sources
+        own: errors on the runs of `own_runs`
     """
 
     values: tuple[float, ...]
@@ -164,6 +169,7 @@ class FitReport:
     seen: Errors
     left_out: Errors
     left_out_source: Mapping[str, Errors]
+    own: Errors
 
 
 def report_fit(rows: Sequence[PublishedRun], kinds: Kinds) -> FitReport:
@@ -184,6 +190,7 @@ def report_fit(rows: Sequence[PublishedRun], kinds: Kinds) -> FitReport:
         )
         for source in sources
     }
+    own = [predict_own_tokens_per_s(case, kinds[OWN_KIND]) / rate - 1 for case, rate in own_runs().items()]
     return FitReport(
         tuple(values),
         fit_reserved(rows, kinds),
@@ -191,6 +198,7 @@ def report_fit(rows: Sequence[PublishedRun], kinds: Kinds) -> FitReport:
         errors(rows, values),
         Errors(tuple(left_out)),
         by_source,
+        Errors(tuple(own)),
     )
 
 
@@ -202,12 +210,7 @@ def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
     ]
     reserved = f"{report.reserved_share:.3g}"
     constants.append(("memory reserved beyond the pools", "0", reserved, _places(RESERVED)))
-    groups = {
-        "nothing fitted": report.unfitted,
-        "seen: fitted to all rows": report.seen,
-        "unseen: each row by a fit to the others": report.left_out,
-        **{f"unseen: {name} by a fit to the rest": each for name, each in report.left_out_source.items()},
-    }
+    groups = error_groups(report, rows)
     cells = [
         (name, str(len(e.values)), f"{e.mean:.1%}", f"{e.worst:.1%}", f"{low:+.1%} to {high:+.1%}")
         for name, e in groups.items()
@@ -216,6 +219,9 @@ def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
     by_row = [
         (row.name, f"{seen:+.1%}", f"{unseen:+.1%}")
         for row, seen, unseen in zip(rows, report.seen.values, report.left_out.values, strict=True)
+    ]
+    by_row += [
+        (f"own H200, {case}", "-", f"{e:+.1%}") for case, e in zip(own_runs(), report.own.values, strict=True)
     ]
     return "\n\n".join(
         [
@@ -226,14 +232,28 @@ def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
     )
 
 
+def error_groups(report: FitReport, rows: Sequence[PublishedRun]) -> dict[str, Errors]:
+    """Return the errors by what was fitted and what was tested: of all rows, and of each source."""
+    groups = {"own H200, nothing fitted": report.own, "nothing fitted": report.unfitted}
+    for name, errors in (
+        ("seen: fitted to all rows", report.seen),
+        ("unseen: each row by a fit to the others", report.left_out),
+    ):
+        groups[name] = errors
+        for source in report.left_out_source:
+            of_source = (e for e, row in zip(errors.values, rows, strict=True) if row.framework == source)
+            groups[f"- {source}, {name}"] = Errors(tuple(of_source))
+    for source, errors in report.left_out_source.items():
+        groups[f"unseen: {source} by a fit to the rest"] = errors
+    return groups
+
+
 def _places(keys: Mapping[str, str]) -> str:
     return ", ".join(f"{kind}.yaml: {key}" for kind, key in keys.items())
 
 
 def fit_figures(report: FitReport, rows: Sequence[PublishedRun]) -> dict[str, Any]:
     """Return the report as plain data."""
-    groups = {"unfitted": report.unfitted, "seen": report.seen, "left_out": report.left_out}
-    groups |= {f"left_out_{source}": errors for source, errors in report.left_out_source.items()}
     return {
         "constants": {
             constant.name: {"value": value, "start": constant.start, "keys": dict(constant.keys)}
@@ -243,7 +263,7 @@ def fit_figures(report: FitReport, rows: Sequence[PublishedRun]) -> dict[str, An
         "rows": [row.name for row in rows],
         **{
             name: {"errors": e.values, "mean": e.mean, "worst": e.worst, "interval_90": e.interval}
-            for name, e in groups.items()
+            for name, e in error_groups(report, rows).items()
         },
     }
 

@@ -79,18 +79,16 @@ class Hardware:
         memory_gib: memory of one device
         memory_gb_s: memory bandwidth, 10^9 bytes per second
         peak_tflops: dense matmul rate by dtype of the inputs
-        matmul: share of the peak that a matmul reaches, by dtype: a curve over its size in GFLOP
-        attention_forward, attention_backward: share of the peak that causal attention reaches with the best
-            kernel, by dtype: a curve over the tokens of a sequence
+        matmul: share of the peak at which a product computes, besides its traffic, by dtype
+        attention_forward, attention_backward: the same of causal attention with the best kernel
         attention_head_dim: the part of this share that heads of a width reach: a curve over it
         attention_kernels: kernels with their rate as a share of the best one's, forward and backward; the
             best one comes first
-        power_limit: the part of the rate of products and of attention that is left at the device's power
-            limit, by kind of operation; without a limit, or not listed, all of it
+        power_limit: the device's power as a share of the power with which it reaches `matmul` and attention's
+            rates; 1 without a limit
         memory_efficiency: share of the memory bandwidth that other operations of a module reach, by dtype
-        copy_efficiency: the same for copies into and out of FSDP2's buffers
+        copy_efficiency: the same for copies, and for the traffic of products and attention
         optimizer_efficiency: the same for AdamW
-        operation_s: fixed cost of every operation on the device, in seconds
         host: costs of launching
         node, network: the links
         collectives_s: measured seconds of each collective within a node, by number of ranks, while all such
@@ -117,16 +115,15 @@ class Hardware:
     memory_gib: Positive
     memory_gb_s: Positive
     peak_tflops: Mapping[str, Positive]
-    matmul: Mapping[str, Curve | Positive]
-    attention_forward: Mapping[str, Curve | Positive]
-    attention_backward: Mapping[str, Curve | Positive]
+    matmul: Mapping[str, Positive]
+    attention_forward: Mapping[str, Positive]
+    attention_backward: Mapping[str, Positive]
     attention_head_dim: Curve | Positive
     attention_kernels: Mapping[str, tuple[Positive, Positive]]
-    power_limit: Mapping[str, Positive]
+    power_limit: Positive
     memory_efficiency: Mapping[str, Positive]
     copy_efficiency: Positive
     optimizer_efficiency: Positive
-    operation_s: Amount
     host: HostCosts
     node: Link
     network: Link
@@ -201,8 +198,7 @@ def read_hardware(path: Path) -> Hardware:
 
 def _find_contradictions(kind: Hardware) -> Iterator[str]:
     """Yield mistakes that involve several keys, and those in curves."""
-    curves = {f"{key}.{dtype}": curve for key in RATES for dtype, curve in getattr(kind, key).items()}
-    curves["attention_head_dim"] = kind.attention_head_dim
+    curves = {"attention_head_dim": kind.attention_head_dim}
     for place, link in (("node", kind.node), ("network", kind.network)):
         given = [name for name in link.efficiency if name != ALL_TO_ALL]
         yield from wrong_keys(given, COLLECTIVES, f"{place}.efficiency")

@@ -40,7 +40,7 @@ class Operation:
         bytes: read plus written; for a collective those of the unsharded tensor, as in
             `parallel.simulate.collectives`
         dtype: of the operands or of the tensor sent
-        length, head_dim: of attention: tokens with queries, and width of a head
+        head_dim: of attention: width of a head
         axis: of a collective: tp or cp
     """
 
@@ -49,7 +49,6 @@ class Operation:
     flops: Linear
     bytes: Linear
     dtype: str
-    length: int = 0
     head_dim: int = 0
     axis: str = ""
 

@@ -1,5 +1,5 @@
-"""Measure the rates of one device: matrix products by size, attention, memory-bound operations, and what the
-host needs to launch them.
+"""Measure the rates of one device: matrix products, attention, memory-bound operations, and what the host
+needs to launch them.
 
 The timed functions are those of a training step: the three products of a linear layer, the model's attention
 with autograd, compiled norm and SwiGLU, the fused AdamW. They run after a warm-up, on inputs that do not fit
@@ -31,15 +31,13 @@ from meshwright.parallel.operators import attention_flops
 from meshwright.train.config import Config
 from meshwright.train.planning.resolve import attention_on_device
 
-# larger than the last-level cache of these devices: 50 MiB on an H100, 32 MiB on a server's core complex
-ROTATED_BYTES = 2**28
 MAX_ROTATED = 64
 WARM_UP_RUNS = 2
 PAUSE_CYCLES = 50_000_000  # GPU cycles, about 30 ms: longer than launching a thousand kernels takes
 MIN_RUNS, MAX_RUNS = 5, 200
 FEW, MANY = 1, 9  # matrix products of two compiled graphs, whose difference is the cost of a kernel
 TINY_OPERATIONS = 256
-SECONDS = ("operation_s", "operator_s", "graph_s", "kernel_s")  # of a measurement; the others are rates
+SECONDS = ("operator_s", "graph_s", "kernel_s")  # of a measurement; the others are rates
 
 Made = TypeVar("Made")
 Run = Callable[[], Any]
@@ -170,7 +168,7 @@ class Scale:
 
     Args:
         products: linear layers
-        attention: attention calls
+        attention: attention call
         memory: tokens, width and ffn width of the tensors of element-wise operations
         dtypes: of products, attention and element-wise operations
         collectives_bytes: of the full tensors of collectives
@@ -179,12 +177,12 @@ class Scale:
     """
 
     products: Sequence[Products]
-    attention: Sequence[AttentionShape]
+    attention: AttentionShape
     memory: tuple[int, int, int]
     dtypes: tuple[str, ...]
     collectives_bytes: tuple[int, ...]
     budget_s: float
-    rotated_bytes: int = ROTATED_BYTES
+    rotated_bytes: int
 
 
 def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
@@ -198,41 +196,46 @@ def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
 
 
 def combine(measured: Sequence[Any], choose: Callable[[str, Sequence[float]], float], key: str = "") -> Any:
-    """Return several equal measurements as one, part by part: mappings, and pairs of a product's size and its
-    rate. `choose` is called with the key of the part and its values."""
-    match measured[0]:
-        case Mapping():
-            return {name: combine([each[name] for each in measured], choose, name) for name in measured[0]}
-        case list() | tuple():
-            return [combine(parts, choose, key) for parts in zip(*measured, strict=True)]
-        case _:
-            return choose(key, measured)
+    """Return several equal measurements as one, part by part. `choose` is called with the key of the part and
+    its values."""
+    if isinstance(measured[0], Mapping):
+        return {name: combine([each[name] for each in measured], choose, name) for name in measured[0]}
+    return choose(key, measured)
 
 
 def _measure_round(clock: Timer, scale: Scale) -> dict[str, Any]:
-    attention = {
-        dtype: [measure_attention(clock, shape, dtype) for shape in scale.attention] for dtype in scale.dtypes
-    }
-    forward, backward = (
-        {dtype: statistics.harmonic_mean(rate[i] for rate in rates) for dtype, rates in attention.items()}
-        for i in range(2)
-    )
-    graph_s, kernel_s = graph_seconds(clock)
+    copy_bytes_s, (graph_s, kernel_s) = copy_rate(clock), graph_seconds(clock)
+    rates: dict[str, dict[str, float]] = {"matmul": {}, "attention_forward": {}, "attention_backward": {}}
+    for dtype in scale.dtypes:
+        forward, backward = measure_attention(clock, scale.attention, dtype)
+        products = [measure_product(clock, product, dtype) for product in scale.products]
+        for name, work in zip(rates, (products, [forward], [backward]), strict=True):
+            rates[name][dtype] = computing_rate(work, copy_bytes_s)
     return {
-        "matmul": {
-            dtype: [measure_product(clock, product, dtype) for product in scale.products]
-            for dtype in scale.dtypes
-        },
-        "attention_forward": forward,
-        "attention_backward": backward,
-        "copy_bytes_s": copy_rate(clock),
+        **rates,
+        "copy_bytes_s": copy_bytes_s,
         "memory_bytes_s": {dtype: fused_rate(clock, scale, dtype) for dtype in scale.dtypes},
         "optimizer_bytes_s": optimizer_rate(clock),
-        "operation_s": clock.seconds([tiny_operations(clock.device)]) / TINY_OPERATIONS,
         "operator_s": clock.host_seconds([tiny_operations(clock.device)]) / TINY_OPERATIONS,
         "graph_s": graph_s,
         "kernel_s": kernel_s,
     }
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An operation that computes: its operations, the bytes that it must read and write, and its seconds."""
+
+    flops: float
+    moved: float
+    seconds: float
+
+
+def computing_rate(work: Sequence[Timed], bytes_s: float) -> float:
+    """Return the operations per second with which, and with their traffic at `bytes_s`, all of the work takes
+    as long as it took. Where the caches hold the inputs, at most half of the time counts as traffic."""
+    seconds, moving_s = sum(each.seconds for each in work), sum(each.moved for each in work) / bytes_s
+    return sum(each.flops for each in work) / max(seconds - moving_s, seconds / 2)
 
 
 def taken_gib(device: torch.device) -> float:
@@ -247,15 +250,15 @@ def taken_gib(device: torch.device) -> float:
     return (total - free - torch.cuda.memory_reserved(device)) / GIB
 
 
-def measure_product(clock: Timer, product: Products, dtype: str) -> tuple[float, float]:
-    """Return the GFLOP of one product, and the operations per second of a linear layer's three products:
-    x[T, D] · w[F, D] -> y[T, F], and the gradients of x and w."""
-    flops = 2 * math.prod(product)
-    return flops / 1e9, 3 * flops / clock.core_seconds(product_runs(clock, product, dtype))
+def measure_product(clock: Timer, product: Products, dtype: str) -> Timed:
+    """Time a linear layer's three products: x[T, D] · w[F, D] -> y[T, F], and the gradients of x and w."""
+    tokens, inputs, outputs = product
+    moved = 3 * (tokens * inputs + inputs * outputs + tokens * outputs) * getattr(torch, dtype).itemsize
+    return Timed(6.0 * math.prod(product), moved, clock.core_seconds(product_runs(clock, product, dtype)))
 
 
-def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[float, float]:
-    """Return the operations per second of forward and backward, counted by `attention_work`."""
+def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[Timed, Timed]:
+    """Time attention's forward and backward."""
     attention = CausalAttention()
     if clock.device.type == "cuda":  # the fastest kernel of this GPU
         config = Config(parallel=ParallelConfig(param_dtype=dtype))  # type: ignore[arg-type]
@@ -267,7 +270,9 @@ def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[
     # a disturbed machine could take longer for the forward alone
     backward_s = max(forward_s, clock.core_seconds(both_runs) - forward_s)
     forward, backward = attention_work(shape)
-    return forward / forward_s, backward / backward_s
+    tokens = shape.batch * shape.seq * shape.head_dim * getattr(torch, dtype).itemsize
+    moved = 2.0 * tokens * (shape.heads + shape.kv_heads)  # queries, keys, values and the result
+    return Timed(forward, moved, forward_s), Timed(backward, 2 * moved, backward_s)
 
 
 def attention_work(shape: AttentionShape) -> tuple[float, float]:

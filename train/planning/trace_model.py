@@ -66,8 +66,8 @@ class TraceCase:
 
     `model`: of one block if all are alike; `code`: a hash of that of the model; `module`: of `kinds`;
     `styles`: as in TensorPlan; `frozen`: names of its parameters that are not trained; `float8`: patterns of
-    the linears that multiply in float8; the other fields are those of Plan and UnitPlan. `sequences`: 1, or 2
-    for every larger micro batch.
+    the linears that multiply in float8; `on_cuda`: by the kernels of CUDA; the other fields are those of Plan
+    and UnitPlan. `sequences`: 1, or 2 for every larger micro batch.
     """
 
     model: ModelConfig
@@ -84,6 +84,7 @@ class TraceCase:
     saved_ops: tuple[str, ...]
     activation_budget: float
     attention: str
+    on_cuda: bool
     loss_chunk_tokens: int
     fused_projections: bool
     frozen: tuple[str, ...]
@@ -302,6 +303,7 @@ def _make_case(
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same activations
+        on_cuda=plan.attention not in ("", "cpu", "math"),  # else it is not known
         loss_chunk_tokens=plan.loss_chunk_tokens,
         fused_projections=plan.fused_projections,
         frozen=frozen,
@@ -323,7 +325,7 @@ def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -
 @cache
 def _trace(case: TraceCase, folder: Path | None) -> ModuleWorkload:
     def trace() -> ModuleWorkload:
-        return _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case))
+        return _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case), case.on_cuda)
 
     return remember(folder, case, trace) if folder else trace()
 

@@ -2,11 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,7 +20,7 @@ from meshwright.parallel.operators import (
     PRODUCTS,
     VIEWS,
     attention_flops,
-    attention_shape,
+    attention_head_dim,
     collective_axis,
     custom_op_body,
 )
@@ -106,6 +109,10 @@ class _OpRecorder(TorchDispatchMode):
         del self._live[key]
         self.now -= size
 
+    def add(self, name: str, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Record a kernel whose results are tracked already."""
+        self.operations.append(record_op(name, (), read, made))
+
     def finish(self) -> RecordedPhase:
         """Return the record since the previous call."""
         recorded = RecordedPhase(self.operations, self.moments, self.now)
@@ -130,9 +137,49 @@ class _OpRecorder(TorchDispatchMode):
         return result
 
 
-def trace_eager(build: Callable[[int], TracedModule]) -> tuple[Phase, Phase, Linear, Linear]:
-    """Return forward, backward, saved and output bytes of the module that `build` returns for sequences."""
-    runs = [_record(build(sequences)) for sequences in RECORDED_SEQUENCES]
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm as the kernels that CUDA has for it, without values: one in the forward, and one for each
+    gradient in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: _OpRecorder, x: Tensor, weight: Tensor) -> Tensor:
+        result, scale = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.recorder = recorder
+        recorder.add("rms_norm", [x, weight], [result, scale])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        results = torch.empty_like(x), torch.empty_like(weight)
+        for made in results:
+            ctx.recorder.add("rms_norm_backward", [gradient, x, weight, scale], [made])
+        return None, *results
+
+
+class _CudaKernels(TorchFunctionMode):
+    """Runs what is one kernel on CUDA and many operators on a CPU as that kernel."""
+
+    def __init__(self, recorder: _OpRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func is F.rms_norm
+            and (weight := (kwargs or {}).get("weight", (*args, None, None)[2])) is not None
+        ):
+            return _FusedNorm.apply(self._recorder, args[0], weight)
+        return func(*args, **(kwargs or {}))
+
+
+def trace_eager(
+    build: Callable[[int], TracedModule], on_cuda: bool = False
+) -> tuple[Phase, Phase, Linear, Linear]:
+    """Return forward, backward, saved and output bytes of the module that `build` returns for sequences, run
+    by the kernels of a CPU or of CUDA."""
+    runs = [_record(build(sequences), on_cuda) for sequences in RECORDED_SEQUENCES]
     forwards, backwards, outputs = zip(*runs, strict=True)
     return (
         join_phases(forwards),
@@ -142,10 +189,10 @@ def trace_eager(build: Callable[[int], TracedModule]) -> tuple[Phase, Phase, Lin
     )
 
 
-def _record(subject: TracedModule) -> tuple[RecordedPhase, RecordedPhase, int]:
+def _record(subject: TracedModule, on_cuda: bool) -> tuple[RecordedPhase, RecordedPhase, int]:
     """Return the forward, the backward, and the bytes of the output."""
     held = [*subject.module.parameters(), *subject.module.buffers(), *subject.tables]
-    with _OpRecorder(held) as recorder:
+    with _OpRecorder(held) as recorder, _CudaKernels(recorder) if on_cuda else nullcontext():
         if subject.input is not None:
             recorder.track(subject.input)
         results = subject.call()
@@ -191,7 +238,7 @@ def record_op(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tenso
         return Operation("matmul", name, flops, moved, "float8" if in_float8 else dtype)
     if "attention" in name:
         flops = Linear(attention_flops(name, args))
-        return Operation("attention", name, flops, moved, dtype, *attention_shape(name, args))
+        return Operation("attention", name, flops, moved, dtype, attention_head_dim(name, args))
     if name in COLLECTIVES:
         full = Linear(max(t.nbytes for t in (*read, *made)))
         return Operation("collective", COLLECTIVES[name], Linear(), full, dtype, axis=collective_axis(args))

@@ -44,10 +44,11 @@ def apply_as_single_tp_rank(model: nn.Module, tensor: TensorPlan, degree: int) -
 MOST_TRACED_SEQUENCES = 2  # the graphs of all larger micro batches are the same, except for sizes
 
 
-def eager_workload(build: Callable[[int], TracedModule]) -> ModuleWorkload:
-    """Return the workload, run eagerly, of the module that `build` returns for a number of sequences."""
+def eager_workload(build: Callable[[int], TracedModule], on_cuda: bool = False) -> ModuleWorkload:
+    """Return the workload, run eagerly by the kernels of a CPU or of CUDA, of the module that `build` returns
+    for a number of sequences."""
     with fake_tensors():
-        forward, backward, saved, output = trace_eager(build)
+        forward, backward, saved, output = trace_eager(build, on_cuda)
         module = build(1).module
     return ModuleWorkload(
         count_parameters(module), forward, backward, saved, output, list_weights(module.parameters())
