@@ -1,7 +1,8 @@
-"""How wrong predictions were: errors of predicted tokens per second, and of memory, by the kind of run, from
-configs/hardware/errors.csv, which `python -m benchmarks.fit --write` writes."""
+"""How far to trust predictions: the errors of predicted tokens per second, and of memory, by the kind of run,
+from configs/hardware/errors.csv, which `python -m benchmarks.fit --write` writes."""
 
 import csv
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,10 +30,10 @@ class Accuracy:
     lowest: float
     highest: float
 
-    def describe(self) -> str:
-        """Return the errors as text."""
-        worst = max(abs(self.lowest), abs(self.highest))
-        return f"{self.rows}: {self.mean:.0%} on average, {worst:.0%} at worst, {self.runs} runs"
+    def __str__(self) -> str:
+        worst = max(self.lowest, self.highest, key=abs)
+        way = "" if self.rows == MEMORY else " too fast" if worst > 0 else " too slow"
+        return f"{self.rows}: {self.mean:.0%} on average, {abs(worst):.0%}{way} at worst, {self.runs} runs"
 
 
 @cache
@@ -48,29 +49,17 @@ def kind_of_run(cores: int, gpus: int, per_node: int) -> str:
     return CPU if cores else ONE_GPU if gpus == 1 else ONE_NODE if gpus <= per_node else SEVERAL_NODES
 
 
-@dataclass(frozen=True)
-class SpeedErrors:
-    """The errors of tokens per second that a prediction carries, as text, and the lowest and the highest."""
-
-    text: str
-    lowest: float
-    highest: float
+def speed_errors(hardware: Hardware, gpus: int, per_node: int) -> Sequence[Accuracy]:
+    """Return the errors of predictions of such runs; of several GPUs also those on clusters of which no run
+    was seen."""
+    errors, kind = load_errors(), kind_of_run(hardware.cores, gpus, per_node)
+    return [errors[kind]] if kind in (CPU, ONE_GPU) else [errors[kind], errors[UNSEEN]]
 
 
-def speed_errors(hardware: Hardware, gpus: int, per_node: int) -> SpeedErrors:
-    """Return the errors of predictions of such runs. Clusters of which no run was seen have larger ones."""
-    errors = load_errors()
-    same = errors[kind_of_run(hardware.cores, gpus, per_node)]
-    if hardware.cores or gpus == 1:
-        return SpeedErrors(same.describe(), same.lowest, same.highest)
-    unseen = errors[UNSEEN]
-    text = f"{same.describe()}; {UNSEEN}: up to {unseen.highest:.0%} too fast"
-    return SpeedErrors(text, min(same.lowest, unseen.lowest), max(same.highest, unseen.highest))
-
-
-def describe_bound(hardware: Hardware) -> str:
-    """Return what the expected figures of a machine are, of which only the data sheet is known; "" of one
-    that was measured."""
-    return hardware.is_bound * (
-        f"{hardware.reached:.0%} of the bound by the data sheet, as published runs on such machines"
-    )
+def trust(hardware: Hardware, gpus: int, per_node: int) -> Iterator[tuple[str, str]]:
+    """Yield what stands beside every predicted speed: its errors, and of a machine of which only the data
+    sheet is known, what the expected figures are."""
+    yield "errors", "; ".join(map(str, speed_errors(hardware, gpus, per_node)))
+    if hardware.is_bound:
+        share = f"{hardware.reached:.0%} of what the data sheet allows"
+        yield "expected", f"{share}, the bound: as published runs on such machines"

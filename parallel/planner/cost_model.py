@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import gcd
+from typing import TypeVar
 
 from meshwright.parallel.plan.schema import (
     MeshPlan,
@@ -128,6 +129,7 @@ class StepTimes:
         return any(self.modules[name].backward for name in modules)
 
 
+Seconds = TypeVar("Seconds", UnitTimes, PhaseTimes)
 FLOAT32_ATTENTION = "efficient"  # the only fused GPU kernel for float32, so the best one
 # Every tensor-parallel collective of the forward, and half of those of the backward, adjoin a matmul with
 # which they can be pipelined in pieces.
@@ -241,7 +243,6 @@ def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware)
 
 def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_node: int) -> StepTimes:
     """Return the seconds of each part of a step, each alone. `cpu_offload` has no time model."""
-    hardware = at_speed(hardware, hardware.reached * hardware.correction)
     groups = axis_groups(plan.mesh, gpus_per_node)
     device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
     compiled = {name: unit.compiled for unit in plan.units for name in unit.modules}
@@ -267,40 +268,21 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
     return StepTimes(
         units={name: units[kind] for name, kind in kinds.items()},
         modules=modules,
-        optimizer_s=optimizer_s(plan, work, device),
+        optimizer_s=optimizer_s(plan, work, device) * hardware.slower,
         overlaps=hardware.overlaps,
         slowdown={
             lane: hardware.network_slowdown if groups[axis].nodes > 1 else hardware.slowdown
             for lane, axis in AXIS_OF_LANE.items()
         },
         offload_s=copy_times(plan, work, device),
-        hook_s=device.host.unit_s,
-        scalars_s=SCALARS * collective_s("all_reduce", 4, groups["world"], device),
+        hook_s=device.host.unit_s * hardware.slower,
+        scalars_s=SCALARS * collective_s("all_reduce", 4, groups["world"], device) * hardware.slower,
     )
 
 
-def at_speed(hardware: Hardware, share: float) -> Hardware:
-    """Return the hardware on which every part of a step takes 1 / share times as long."""
-    if share == 1.0:
-        return hardware
-    node, network = (
-        replace(link, gb_s=link.gb_s * share, latency_s=link.latency_s / share)
-        for link in (hardware.node, hardware.network)
-    )
-    return replace(
-        hardware,
-        peak_tflops={dtype: peak * share for dtype, peak in hardware.peak_tflops.items()},
-        memory_gb_s=hardware.memory_gb_s * share,
-        host_gb_s=hardware.host_gb_s * share,
-        operation_s=hardware.operation_s / share,
-        host=HostCosts(**{name: cost / share for name, cost in vars(hardware.host).items()}),
-        node=node,
-        network=network,
-        collectives_s={
-            name: {n: tuple((size, s / share) for size, s in curve) for n, curve in by_ranks.items()}
-            for name, by_ranks in hardware.collectives_s.items()
-        },
-    )
+def _slowed(times: Seconds, hardware: Hardware) -> Seconds:
+    """Return the seconds of a unit or a phase on the machine as it was measured."""
+    return replace(times, **{name: seconds * hardware.slower for name, seconds in vars(times).items()})
 
 
 def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
@@ -353,7 +335,7 @@ def _module_times(
             seconds[operation.axis] += taken
         tp_s, kernels = seconds["tp"] * (1 - ASYNC_TP_HIDDEN * plan.async_tp), len(operations)
         host_s = host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels
-        phases.append(PhaseTimes(seconds[""], tp_s, seconds["cp"], host_s))
+        phases.append(_slowed(PhaseTimes(seconds[""], tp_s, seconds["cp"], host_s), hardware))
     return ModuleTimes(*phases)
 
 
@@ -391,7 +373,7 @@ def _unit_times(
     )
     copies = (1 + (replicate.size > 1)) * 2 * reduced if alone else 0.0
     reducing_s = copying_s(copies + back / shard.size, hardware)
-    return UnitTimes(
+    times = UnitTimes(
         gather_s=0.0 if alone else collective_s("all_gather", gathered, shard, hardware) + cast_s,
         regather_s=regather_s if regathered(unit) else 0.0,
         copy_out_s=copying_s(2 * gathered, hardware) + (cast_s if alone else 0.0),
@@ -402,6 +384,7 @@ def _unit_times(
         sum_s=copying_s(given + 2 * reduced, hardware),
         sums_copy_in_s=copying_s(2 * reduced, hardware) + reducing_s,
     )
+    return _slowed(times, hardware)
 
 
 def gathered_bytes(parameters: int, unit: UnitPlan, plan: Plan, work: ModelWorkload) -> int:
@@ -472,7 +455,9 @@ def copy_times(plan: Plan, work: ModelWorkload, hardware: Hardware) -> Mapping[s
     if not sent:
         return {}
     seconds = {
-        name: work.modules[name].saved_bytes.at(plan.micro_batch_size) / (hardware.host_gb_s * 1e9)
+        name: work.modules[name].saved_bytes.at(plan.micro_batch_size)
+        / (hardware.host_gb_s * 1e9)
+        * hardware.slower
         for name in sent
     }
     return seconds | {next(reversed(sent.values())): 0.0}

@@ -140,6 +140,11 @@ class Hardware:
     correction: Positive
 
     @property
+    def slower(self) -> float:
+        """What a part of a step takes, as a multiple of what all keys but `reached` predict."""
+        return 1 / (self.reached * self.correction)
+
+    @property
     def is_bound(self) -> bool:
         """Whether nothing that was measured on such a machine is in it."""
         return self.reached != 1.0 and self.correction == 1.0

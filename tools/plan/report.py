@@ -13,13 +13,7 @@ from meshwright.parallel.plan.lint import advise, unused_keys
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.parallel.plan.strategy import describe_strategy
-from meshwright.parallel.planner.accuracy import (
-    MEMORY,
-    SpeedErrors,
-    describe_bound,
-    load_errors,
-    speed_errors,
-)
+from meshwright.parallel.planner.accuracy import MEMORY, load_errors, speed_errors, trust
 from meshwright.parallel.planner.explain import needed_gib
 from meshwright.parallel.planner.hardware import Hardware, Machines, load_hardware, machines_of_kind
 from meshwright.parallel.planner.search import Candidate, SearchResult
@@ -67,10 +61,9 @@ class PlanReport:
         return self.prediction.reasons if self.prediction else ()
 
     @property
-    def errors(self) -> SpeedErrors:
-        """The errors of predictions of such runs."""
-        machines = self.machines
-        return speed_errors(machines.kind, machines.processes, machines.per_node)
+    def where(self) -> tuple[Hardware, int, int]:
+        """The kind of machine, the number of processes, and of those on a node."""
+        return self.machines.kind, self.machines.processes, self.machines.per_node
 
 
 def find_kind(name: str, option: str) -> Hardware:
@@ -129,11 +122,12 @@ def time_to_train(rate: float, machines: Machines, tokens: float) -> dict[str, f
     failures; and the fewest and the most days by the errors of such predictions."""
     gpus = machines.processes
     seconds, errors = tokens / (rate * gpus), speed_errors(machines.kind, gpus, machines.per_node)
+    longest, shortest = max(e.highest for e in errors), min(e.lowest for e in errors)
     return {
         "tokens": tokens,
         "days": seconds / DAY_S,
-        "fewest_days": seconds / DAY_S * (1 + min(0.0, errors.lowest)),
-        "most_days": seconds / DAY_S * (1 + max(0.0, errors.highest)),
+        "fewest_days": seconds / DAY_S * (1 + shortest),
+        "most_days": seconds / DAY_S * (1 + longest),
         "gpu_days": gpus * seconds / DAY_S,
         "gpu_hours": gpus * seconds / HOUR_S,
     }
@@ -171,7 +165,7 @@ def _predicted(report: PlanReport) -> dict[str, Any]:
         "mfu": prediction and prediction.mfu,
         "mfu_causal": prediction and prediction.mfu_causal,
         "bound": prediction and _bound(report.machines.kind, prediction),
-        "error": prediction and asdict(report.errors),
+        "errors": prediction and list(map(asdict, speed_errors(*report.where))),
         "fits": None if prediction is None else not report.fit_error,
     }
 
@@ -258,8 +252,7 @@ def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -
     rows = [
         ("step", seconds(timeline.step_s)),
         ("tokens/s per GPU", f"{rate:,.0f}{bound}"),
-        *([("  expected", describe_bound(kind))] if bound else []),
-        ("  error of such", report.errors.text),
+        *((f"  {name}", text) for name, text in trust(*report.where)),
         ("tokens/s", f"{rate * gpus:,.0f}"),
         ("MFU, full attention", _percent(prediction.mfu)),
         ("MFU, causal attention", _percent(prediction.mfu_causal)),
@@ -277,8 +270,8 @@ def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -
         rows.append(
             (
                 f"{tokens:.3g} tokens",
-                f"{time['days']:,.1f} days ({time['fewest_days']:,.1f} to {time['most_days']:,.1f} by that "
-                f"error): {time['gpu_days']:,.0f} GPU days, {time['gpu_hours']:,.0f} GPU hours",
+                f"{time['days']:,.1f} days ({time['fewest_days']:,.1f} to {time['most_days']:,.1f} by these "
+                f"errors): {time['gpu_days']:,.0f} GPU days, {time['gpu_hours']:,.0f} GPU hours",
             )
         )
     plural = "s" if gpus > 1 else ""
@@ -297,7 +290,7 @@ def _verdict(report: PlanReport, prediction: Prediction) -> str:
     return (
         f"fits {machines.kind.name}: {prediction.reserved_bytes / GIB:.1f} of "
         f"{machines.available_bytes / GIB:.1f} GiB, including allocator and process overhead"
-        + ("" if machines.kind.cores else f" ({load_errors()[MEMORY].describe()})")
+        + ("" if machines.kind.cores else f" ({load_errors()[MEMORY]})")
     )
 
 

@@ -101,9 +101,8 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     return {**{key: planned[key] for key in COLUMNS}, "accumulation": plan.accumulation}
 
 
-def as_text(rows: Sequence[dict[str, Any]], trust: str, tokens: float | None) -> str:
-    """Return a table with a bar for each number of GPUs, then the numbers without a plan, with reasons, and
-    `trust`: how far to trust the figures."""
+def as_text(rows: Sequence[dict[str, Any]], tokens: float | None) -> str:
+    """Return a table with a bar for each number of GPUs, then the numbers without a plan, with reasons."""
     planned = [row for row in rows if row["fits"]]
     best = max(row["tokens_per_s_per_gpu"] for row in planned)
     keys = keys_to_show(COLUMNS, [row["choices"]["cp"] for row in planned])
@@ -111,7 +110,7 @@ def as_text(rows: Sequence[dict[str, Any]], trust: str, tokens: float | None) ->
     head = ["GPUs", *(TITLES[key] for key in keys), "GiB", "step", "exposed", *days, "tokens/s per GPU"]
     reasons = "\n".join(f"{row['gpus']} GPUs: {row['reason']}" for row in rows if not row["fits"])
     return "\n\n".join(
-        filter(None, (format_table(head, [_cells(row, keys, best) for row in planned]), reasons, trust))
+        filter(None, (format_table(head, [_cells(row, keys, best) for row in planned]), reasons))
     )
 
 

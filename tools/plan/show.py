@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel.planner.accuracy import describe_bound, speed_errors
+from meshwright.parallel.planner.accuracy import trust
 from meshwright.parallel.planner.hardware import Hardware, Machines, machines_of_kind
 from meshwright.tools.calibrate import HERE, measure_this_machine
 from meshwright.tools.plan import check as checking
@@ -52,11 +52,8 @@ def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     if options.json:
         print(json.dumps({"sweep": rows}, indent=2))
         return
-    kinds = speed_errors(hardware, max(counts), options.gpus_per_node).text, describe_bound(hardware)
-    trust = "\n".join(
-        f"{name}: {text}" for name, text in zip(("errors", "expected"), kinds, strict=True) if text
-    )
-    print(scaling.as_text(rows, trust, options.tokens))
+    lines = map(": ".join, trust(hardware, max(counts), options.gpus_per_node))
+    print("\n\n".join([scaling.as_text(rows, options.tokens), "\n".join(lines)]))
 
 
 def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:

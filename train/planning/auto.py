@@ -7,7 +7,7 @@ import torch
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.machine_memory import peak_resident_bytes, smallest_memory
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.planner.accuracy import speed_errors
+from meshwright.parallel.planner.accuracy import trust
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import describe_choices, give_reasons
 from meshwright.parallel.planner.hardware import Machines, find_hardware, load_hardware
@@ -82,11 +82,10 @@ def _choose_for_device(
         f"tokens/s per process, {predicted.memory.peak_bytes / GIB:.2f} GiB "
         f"({predicted.reserved_bytes / GIB:.2f} reserved)"
     )
-    errors = speed_errors(machines.kind, machines.processes, machines.per_node)
-    trust = correction.describe() if correction.shares else f"errors of such predictions: {errors.text}"
+    errors = map(": ".join, trust(machines.kind, machines.processes, machines.per_node))
+    lines = (headline, *((correction.describe(),) if correction.shares else errors), *predicted.reasons)
     plan = replace(predicted.plan, cpu_offload=cpu_offload)
-    reasons = (headline, trust, *predicted.reasons)
-    return replace(predicted, plan=plan, reasons=reasons, correction=correction)
+    return replace(predicted, plan=plan, reasons=lines, correction=correction)
 
 
 def choose_plan(job: TrainingJob, machines: Machines) -> tuple[SearchResult, Prediction]:
