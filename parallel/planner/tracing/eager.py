@@ -1,15 +1,14 @@
 """Trace a module in eager mode: every operation, and the memory live at each of them."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -158,20 +157,21 @@ class _FusedNorm(torch.autograd.Function):
         return None, *results
 
 
-class _CudaKernels(TorchFunctionMode):
-    """Runs what is one kernel on CUDA and many operators on a CPU as that kernel."""
+@contextmanager
+def _cuda_kernels(recorder: _OpRecorder) -> Iterator[None]:
+    """Context in which RMSNorm is the kernels of CUDA, also in what a backward recomputes, where the engine
+    switches torch's function modes off."""
+    functional: Any = F
+    plain = F.rms_norm
 
-    def __init__(self, recorder: _OpRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+        return plain(x, shape, weight, eps) if weight is None else _FusedNorm.apply(recorder, x, weight)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is F.rms_norm
-            and (weight := (kwargs or {}).get("weight", (*args, None, None)[2])) is not None
-        ):
-            return _FusedNorm.apply(self._recorder, args[0], weight)
-        return func(*args, **(kwargs or {}))
+    functional.rms_norm = rms_norm
+    try:
+        yield
+    finally:
+        functional.rms_norm = plain
 
 
 def trace_eager(
@@ -192,7 +192,7 @@ def trace_eager(
 def _record(subject: TracedModule, on_cuda: bool) -> tuple[RecordedPhase, RecordedPhase, int]:
     """Return the forward, the backward, and the bytes of the output."""
     held = [*subject.module.parameters(), *subject.module.buffers(), *subject.tables]
-    with _OpRecorder(held) as recorder, _CudaKernels(recorder) if on_cuda else nullcontext():
+    with _OpRecorder(held) as recorder, _cuda_kernels(recorder) if on_cuda else nullcontext():
         if subject.input is not None:
             recorder.track(subject.input)
         results = subject.call()
