@@ -49,14 +49,14 @@ def sweep(
     rows = []
     for gpus in counts:
         machines = machines_of_kind(hardware, gpus, gpus_per_node)
-        rows.append({"gpus": gpus, **_figures(_plan(job, machines), machines, tokens)})
+        rows.append({"gpus": gpus, **_figures(predict_on(job, machines), machines, tokens)})
     if not any(row["fits"] for row in rows):
         reasons = "\n".join(f"  {row['gpus']}: {row['reason']}" for row in rows)
         raise PlanError(f"--sweep: the run is possible on none of these numbers of GPUs.\n{reasons}")
     return rows
 
 
-def _plan(job: TrainingJob, machines: Machines) -> Prediction | str:
+def predict_on(job: TrainingJob, machines: Machines) -> Prediction | str:
     """Return the prediction of the plan that the planner chooses, or of the config's own; or the first reason
     why there is none that is legal and fits."""
     available = f"{machines.available_bytes / GIB:.1f} GiB"
