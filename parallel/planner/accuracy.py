@@ -15,14 +15,8 @@ UNSEEN, MEMORY = "clusters it has not seen", "memory"
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors of the predictions for one kind of run: predicted / measured - 1.
-
-    Args:
-        rows: the kind of run
-        runs: their number
-        mean: of the absolute errors
-        lowest, highest: error
-    """
+    """Errors of the predictions for one kind of run, predicted / measured - 1: the mean of the absolute ones,
+    the lowest and the highest."""
 
     rows: str
     runs: int
@@ -39,9 +33,8 @@ class Accuracy:
 @cache
 def load_errors() -> dict[str, Accuracy]:
     """Return the errors by kind of run."""
-    with ERRORS_FILE.open(encoding="utf-8", newline="") as file:
-        table = [(row.pop("rows"), int(row.pop("runs")), row) for row in csv.DictReader(file)]
-    return {rows: Accuracy(rows, runs, **{k: float(v) for k, v in row.items()}) for rows, runs, row in table}
+    _, *table = csv.reader(ERRORS_FILE.read_text(encoding="utf-8").splitlines())
+    return {rows: Accuracy(rows, int(runs), *map(float, errors)) for rows, runs, *errors in table}
 
 
 def kind_of_run(cores: int, gpus: int, per_node: int) -> str:
@@ -50,15 +43,14 @@ def kind_of_run(cores: int, gpus: int, per_node: int) -> str:
 
 
 def speed_errors(hardware: Hardware, gpus: int, per_node: int) -> Sequence[Accuracy]:
-    """Return the errors of predictions of such runs; of several GPUs also those on clusters of which no run
-    was seen."""
+    """Return the errors of predictions of such runs, and of several GPUs those on unseen clusters."""
     errors, kind = load_errors(), kind_of_run(hardware.cores, gpus, per_node)
     return [errors[kind]] if kind in (CPU, ONE_GPU) else [errors[kind], errors[UNSEEN]]
 
 
 def trust(hardware: Hardware, gpus: int, per_node: int) -> Iterator[tuple[str, str]]:
-    """Yield what stands beside every predicted speed: its errors, and of a machine of which only the data
-    sheet is known, what the expected figures are."""
+    """Yield what stands beside every predicted speed: its errors, and what the expected figures are of a
+    machine of which only the data sheet is known."""
     yield "errors", "; ".join(map(str, speed_errors(hardware, gpus, per_node)))
     if hardware.is_bound:
         share = f"{hardware.reached:.0%} of what the data sheet allows"

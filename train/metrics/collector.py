@@ -26,6 +26,7 @@ from meshwright.train.hooks import Hook, Hooks, Score, StepDone, mean_loss
 from meshwright.train.run import Run
 from meshwright.train.training import training_flops
 
+CORRECTING_STEPS = 10
 PREDICTED = "predicted_"  # prefix of a planner prediction in metrics.jsonl
 UNIT_NORMS = "unit_grad_norms"
 
@@ -136,7 +137,6 @@ class Metrics(Hook):
         at_rates = rates(predicted["step_time_s"]) if "step_time_s" in predicted else {}
         self._predicted_row = {f"{PREDICTED}{name}": v for name, v in {**predicted, **at_rates}.items()}
         self._reported: list[dict[str, float]] = []  # the measured values of the predicted names, per report
-        self._counted = 0  # steps in all reports but the first
 
     def start(self, position: TrainPosition) -> None:
         self._clock.start()
@@ -179,7 +179,6 @@ class Metrics(Hook):
             row[UNIT_NORMS] = self._norms.take()
         row |= self._spikes.add(loss)
         if self._predicted:
-            self._counted += steps if self._reported else 0
             self._reported.append({name: row[name] for name in self._predicted})
         self._steps, self._wait_s, self._scores = 0, 0.0, {}
         self._trained.zero_()
@@ -187,8 +186,8 @@ class Metrics(Hook):
 
     def compare_with_predicted(self) -> list[str]:
         """Return one line that compares predictions with measurements, none without predictions. Measured is
-        the median over all reports except the first, which includes compiling. After sufficient steps rank 0
-        corrects later predictions on this machine."""
+        the median over all reports except the first, which includes compiling. After CORRECTING_STEPS more
+        steps rank 0 corrects later predictions on this machine."""
         later = self._reported[1:]
         if not self._predicted:
             return []
@@ -203,9 +202,9 @@ class Metrics(Hook):
             for name, value in self._predicted.items()
         )
         lines = [f"predicted against measured: {', '.join(comparisons)}"]
-        prediction = self._run.planned.prediction
-        correction = prediction.correction if prediction else None
-        if correction and self._counted >= correction.least_steps and self._run.ranks.is_main:
+        prediction, steps = self._run.planned.prediction, len(later) * self._run.config.metrics.every
+        correction = prediction and prediction.correction
+        if correction and steps >= CORRECTING_STEPS and self._run.ranks.is_main:
             faster = self._predicted["step_time_s"] / measured["step_time_s"]  # than predicted
             lines.append(f"planner: {correction.with_run(correction.factor * faster).describe()}")
         return lines

@@ -50,10 +50,14 @@ def choose_for_run(
         kind, _, line = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
         console.print(f"planner: {line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    machines = this_machine(device, ranks, kind, smallest_memory(device, ranks.local_world_size))
+    correction = find_correction(job, kind, device)
+    if correction.shares:
+        console.print(f"planner: {correction.describe()}")
+    corrected = replace(kind, correction=correction.factor)
+    machines = this_machine(device, ranks, corrected, smallest_memory(device, ranks.local_world_size))
 
     def choose() -> tuple[Prediction, int]:
-        predicted = _choose_for_device(job, ranks, device, machines)
+        predicted = replace(_choose_for_device(job, ranks, device, machines), correction=correction)
         # on a CPU of the entire process, which may have had it while it measured the machine and planned
         of_process = max(predicted.reserved_bytes, peak_resident_bytes())
         return predicted, predicted.memory.peak_bytes if device.type == "cuda" else of_process
@@ -65,27 +69,23 @@ def _choose_for_device(
     job: TrainingJob, ranks: RankInfo, device: torch.device, machines: Machines
 ) -> Prediction:
     """Choose the plan for the processes of this run, on such devices, and predict it."""
-    parallel, kind, cpu_offload = job.parallel, machines.kind, job.parallel.cpu_offload
+    parallel, kind = job.parallel, machines.kind
     if parallel.param_dtype == "auto":
         parallel = replace(parallel, param_dtype=dtype_on_device(device))
     if kind.cores:  # a CPU: its rates are of one core, and host memory is the device memory
         cores = min(usable_cores(), ranks.local_world_size * torch.get_num_threads())
         machines = replace(machines, hardware=replace(kind, cores=cores))
         parallel = replace(parallel, cpu_offload=False)
-    job = replace(job, parallel=parallel)
-    correction = find_correction(job, kind, device)
-    machines = replace(machines, hardware=replace(machines.kind, correction=correction.factor))
-    _, predicted = choose_plan(job, machines)
+    _, predicted = choose_plan(replace(job, parallel=parallel), machines)
     check_device_support(job, predicted.plan, device)
     headline = (
         f"{kind.name}: {predicted.timeline.step_s:.3g} s a step, {predicted.tokens_per_s_per_gpu:,.0f} "
         f"tokens/s per process, {predicted.memory.peak_bytes / GIB:.2f} GiB "
         f"({predicted.reserved_bytes / GIB:.2f} reserved)"
     )
-    errors = map(": ".join, trust(machines.kind, machines.processes, machines.per_node))
-    lines = (headline, *((correction.describe(),) if correction.shares else errors), *predicted.reasons)
-    plan = replace(predicted.plan, cpu_offload=cpu_offload)
-    return replace(predicted, plan=plan, reasons=lines, correction=correction)
+    trusted = tuple(map(": ".join, trust(kind, machines.processes, machines.per_node)))
+    plan = replace(predicted.plan, cpu_offload=job.parallel.cpu_offload)
+    return replace(predicted, plan=plan, reasons=(headline, *trusted, *predicted.reasons))
 
 
 def choose_plan(job: TrainingJob, machines: Machines) -> tuple[SearchResult, Prediction]:
