@@ -1,4 +1,4 @@
-"""The predicted figures in README.md and docs/scaling.md are today's, and the errors beside predictions too."""
+"""Predicted figures in README.md and docs/scaling.md, and the errors beside predictions, are today's."""
 
 import pytest
 
