@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.mesh import mesh_of_own_groups
+from meshwright.parallel.mesh import fsdp_mesh, mesh_of_own_groups
 from meshwright.parallel.plan.schema import (
     Plan,
     UnitPlan,
@@ -44,19 +44,23 @@ def apply_fsdp(
     if FSDP2 would only copy its parameters (`leaves_parameters`), the units have none.
     `group_timeout`: of the smaller groups of reshard_after_forward=INT; None: torch's default.
     """
+    data_mesh = fsdp_mesh(mesh, plan.mesh)
     if leaves_parameters(plan):
+        if plan.mesh.tp > 1:  # optimizers need DTensors beside DTensors
+            parameters = model.named_parameters(remove_duplicate=False)
+            keep_whole(model, [name for name, p in parameters if not isinstance(p, DTensor)], mesh["tp"])
         ignored = set(model.parameters())
     else:
-        ignored = set(keep_whole(model, plan.unsharded, mesh))
+        ignored = keep_whole(model, plan.unsharded, data_mesh)
     before = dict(model.named_parameters(remove_duplicate=False))
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     with _same_groups_for_all_units(group_timeout):
         for unit in plan.units:
             modules = [model.get_submodule(name) for name in unit.modules]
-            parameters = {parameter for module in modules for parameter in module.parameters()}
+            of_unit = {parameter for module in modules for parameter in module.parameters()}
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
-                mesh=mesh,
+                mesh=data_mesh,
                 reshard_after_forward=unit.reshard_after_forward,
                 mp_policy=MixedPrecisionPolicy(
                     param_dtype=getattr(torch, unit.param_dtype),
@@ -67,7 +71,7 @@ def apply_fsdp(
                 offload_policy=offload,
                 ignored_params=ignored,
             )
-            ignored |= parameters  # those of other modules have the same, which are not sharded twice
+            ignored |= of_unit  # those of other modules have the same, which are not sharded twice
             _fsdp_module(model, unit).set_unshard_in_backward(unit.unshard_in_backward)
             for name, module in zip(unit.modules, modules, strict=True):
                 cast = partial(_cast_inputs, getattr(torch, unit.param_dtype), name == plan.modules[0])
@@ -77,17 +81,17 @@ def apply_fsdp(
                     hook = partial(_gather_for_backward, _fsdp_module(model, unit))
                     module.register_forward_hook(torch.compiler.disable(hook))
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=ignored)
+        fully_shard(model, mesh=data_mesh, offload_policy=offload, ignored_params=ignored)
     _share_again(model, before)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Reduce by sums. FSDP2 divides by any other factor twice if its group of shards has one rank, and
             # if that is the only rank it need not be told.
-            if mesh.size() > 1:
+            if data_mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if gradients == "mean_of_ranks":
-                module.set_all_reduce_hook(partial(_divide, mesh.size()))
+                module.set_all_reduce_hook(partial(_divide, data_mesh.size()))
             if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
                 # else the ranks' different parameters are added, if they use others of one unit
                 module.set_reduce_scatter_unused_params(True, recurse=False)

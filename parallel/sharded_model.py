@@ -172,7 +172,8 @@ class ShardedModel:
 
     def complete_gradients(self) -> None:
         """Finish what FSDP2 has not after the last backward of a step: the gradients of unsharded parameters,
-        equal copies on all tp ranks, and zeros for unused parameters that FSDP2 leaves alone."""
+        equal copies on all tp ranks, and of parameters that it leaves alone zeros for unused ones and sums
+        over tp."""
         self._refuse_failed()
         for parameter in dict.fromkeys(self.whole_parameters().values()):
             if isinstance(parameter, DTensor) and parameter.requires_grad:
@@ -183,10 +184,13 @@ class ShardedModel:
                 if self.gradients == "mean_of_ranks":
                     local_part(grad).div_(dist.get_world_size(self.data_group))
                 parameter.grad = grad
-        if leaves_parameters(self.plan) and UNUSED_GET_ZEROS:
+        if leaves_parameters(self.plan):
             for parameter in self.model.parameters():
-                if parameter.requires_grad and parameter.grad is None:
+                if parameter.requires_grad and parameter.grad is None and UNUSED_GET_ZEROS:
                     parameter.grad = torch.zeros_like(parameter)
+                elif isinstance(parameter.grad, DTensor):
+                    left: Any = parameter  # its gradient may be a share of the tokens or heads
+                    parameter.grad = parameter.grad.redistribute(placements=left.placements)
         if self.plan.mesh.tp > 1:
             grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             self._copy_over_tp([local_part(grad) for grad in grads if not is_split(grad, "tp")])

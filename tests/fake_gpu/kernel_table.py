@@ -11,9 +11,10 @@ from types import ModuleType
 import torch
 import triton
 
+from meshwright.parallel.planner.hardware import Hardware, load_hardware
 from meshwright.tools.cli import format_table
 from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
-from tests.fake_gpu.cubins import read_cubin
+from tests.fake_gpu.cubins import main_loop, read_usage
 from tests.fake_gpu.triton_driver import Launch, load_copy, offline_triton
 
 ROOT = Path(__file__).parents[2]
@@ -23,20 +24,38 @@ DTYPES = (torch.float32, torch.bfloat16)
 PAIRS = [(parameter, moment) for parameter in DTYPES for moment in DTYPES]
 VOCABULARY = 128_256  # as in Llama 3
 SLICES = 9
+HARDWARE = {name: load_hardware()[name] for name in ("h100-sxm", "h200")}
 DESCRIPTION = (
-    "Compile the project's Triton kernels for sm_90 (H100) and print for each: registers and spilled bytes "
-    "of a thread, and resident warps of a multiprocessor (64 at most). They depend on the version of Triton, "
-    "which is printed too. Nothing is run, and no GPU is needed."
+    "Compile the project's Triton kernels for sm_90 (H100, H200) and print for each: registers and spilled "
+    "bytes of a thread; instructions of its main loop per element, without the slow paths of divisions; and "
+    "two lower bounds of its time: to issue them, and to move the element's bytes at the planner's rate. "
+    "Nothing is run, and no GPU is needed. All figures depend on the version of Triton, which is printed too."
 )
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel compiled for some dtypes."""
+    """A kernel compiled for some dtypes, and the bytes of global memory that it moves per element."""
 
     name: str
     dtypes: str
+    element_bytes: int
     launch: Launch
+
+    def instructions(self) -> float:
+        """Return the instructions of a thread per element."""
+        instructions, moved_bytes = main_loop(self.launch.cubin)
+        return instructions * self.element_bytes / moved_bytes
+
+    def times_ps(self, hardware: Hardware) -> tuple[float, float]:
+        """Return the picoseconds to issue the instructions of an element, and to move its bytes.
+
+        A multiprocessor issues an instruction for as many threads a clock (4 warps) as it has float32 lanes,
+        and the peak counts two operations of each.
+        """
+        issued = hardware.peak_tflops["float32"] / 2
+        moved = hardware.memory_gb_s * hardware.optimizer_efficiency / 1000
+        return self.instructions() / issued, self.element_bytes / moved
 
 
 def compile_kernels(cache: Path) -> Iterator[Compiled]:
@@ -44,19 +63,27 @@ def compile_kernels(cache: Path) -> Iterator[Compiled]:
     adamw, loss = load_copy(ADAMW), load_copy(LOSS)
     for parameter, moment in PAIRS:
         launch = compile_adamw(cache, adamw, parameter, moment)
-        yield Compiled("AdamW", f"{short(parameter)}, moments {short(moment)}", launch)
+        moved_bytes = 3 * parameter.itemsize + 4 * moment.itemsize
+        yield Compiled("AdamW", f"{short(parameter)}, moments {short(moment)}", moved_bytes, launch)
     for dtype in DTYPES:
         read, write = compile_loss(cache, loss, dtype)
-        yield Compiled("cross entropy, read", short(dtype), read)
-        yield Compiled("cross entropy, write", short(dtype), write)
+        yield Compiled("cross entropy, read", short(dtype), dtype.itemsize, read)
+        yield Compiled("cross entropy, write", short(dtype), 2 * dtype.itemsize, write)
 
 
-def compile_adamw(cache: Path, kernels: ModuleType, parameter: torch.dtype, moment: torch.dtype) -> Launch:
-    """Compile the AdamW kernel of `kernels`: adamw_triton, or a changed copy."""
+def compile_adamw(
+    cache: Path,
+    kernels: ModuleType,
+    parameter: torch.dtype,
+    moment: torch.dtype,
+    size: int = 16,
+    first: int = 0,
+) -> Launch:
+    """Compile the AdamW kernel of `kernels`, adamw_triton or a changed copy, for tensors of a size that begin
+    at an element of aligned memory."""
     with offline_triton(cache) as launches:
-        piece = Slice(
-            *(torch.zeros(16, dtype=dtype) for dtype in (parameter, parameter, moment, moment)), 0, 0, 16, 0
-        )
+        dtypes = (parameter, parameter, moment, moment)
+        piece = Slice(*(torch.zeros(first + size, dtype=dtype)[first:] for dtype in dtypes), 0, 0, size, 0)
         vector, scalar = torch.ones(SLICES), torch.ones(())
         step = AdamWStep(0.9, 0.95, 1e-8, 1.0, vector, vector, vector, scalar, scalar)
         kernels.update([piece] * SLICES, step)
@@ -77,9 +104,9 @@ def short(dtype: torch.dtype) -> str:
 
 
 def to_row(compiled: Compiled) -> list[str]:
-    cubin = read_cubin(compiled.launch.cubin)
-    resources = (cubin.registers, cubin.spilled_bytes, cubin.resident_warps)
-    return [compiled.name, compiled.dtypes, *map(str, resources)]
+    figures = [*read_usage(compiled.launch.cubin), round(compiled.instructions())]
+    times = [f"{time:.2f}" for hardware in HARDWARE.values() for time in compiled.times_ps(hardware)]
+    return [compiled.name, compiled.dtypes, *map(str, figures), *times]
 
 
 def main() -> None:
@@ -87,7 +114,8 @@ def main() -> None:
     argparse.ArgumentParser(
         prog="python -m tests.fake_gpu.kernel_table", description=DESCRIPTION
     ).parse_args()
-    head = ["kernel", "dtypes", "registers", "spilled bytes", "warps"]
+    head = ["kernel", "dtypes", "registers", "spilled bytes", "instructions"]
+    head += [f"{name}: {part}, ps" for name in HARDWARE for part in ("issue", "memory")]
     with tempfile.TemporaryDirectory() as cache:
         rows = [to_row(compiled) for compiled in compile_kernels(Path(cache))]
     print(f"Triton {triton.__version__}, sm_90; nothing was run\n{format_table(head, rows)}")

@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="needs Triton, which is for Linux only")
 
 from triton import knobs
 
-from tests.fake_gpu.cubins import TOOLS, read_cubin
-from tests.fake_gpu.kernel_table import ADAMW, PAIRS, Compiled, compile_adamw, compile_kernels
+from tests.fake_gpu.cubins import TOOLS, read_usage
+from tests.fake_gpu.kernel_table import ADAMW, HARDWARE, PAIRS, Compiled, compile_adamw, compile_kernels
 from tests.fake_gpu.triton_driver import Launch, load_copy
 
 pytestmark = [
@@ -25,10 +25,10 @@ pytestmark = [
     ),
 ]
 
-# Limits of registers per thread, with a margin above the maximum observed: AdamW 64 with Triton 3.9.0 and 96
-# with 3.7.1, cross entropy 32 with both. At these limits an H100's multiprocessor holds 16 warps of AdamW and
+# Limits of registers per thread, with a margin above the maximum observed: AdamW 48 with Triton 3.9.0 and 72
+# with 3.7.1, cross entropy 31 with both. At these limits an H100's multiprocessor holds 24 warps of AdamW and
 # 48 of cross entropy.
-REGISTERS = {"AdamW": 104, "cross entropy, read": 40, "cross entropy, write": 40}
+REGISTERS = {"AdamW": 80, "cross entropy, read": 40, "cross entropy, write": 40}
 # Float operations that are rounded correctly, as in the reference. `.rn` also forbids ptxas to fuse them (PTX
 # ISA, 9.7.3).
 ROUNDED = {
@@ -38,8 +38,8 @@ ROUNDED = {
     "div.rn.f32",
     "sqrt.rn.f32",
     "cvt.f32.bf16",
-    "cvt.rn.bf16.f32",
-    "cvt.rzi.s64.f32",
+    "cvt.rzi.u32.f32",  # of the step count
+    "setp.num.f32",
 }
 
 
@@ -50,9 +50,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
 
 def too_much(name: str, launch: Launch) -> list[str]:
     """Return the resources of the compiled kernel that exceed their limits."""
-    cubin = read_cubin(launch.cubin)
-    spilled = [f"{cubin.spilled_bytes} spilled bytes"] if cubin.spilled_bytes else []
-    return [*spilled, f"{cubin.registers} registers"] if cubin.registers > REGISTERS[name] else spilled
+    registers, spilled = read_usage(launch.cubin)
+    excess = [f"{spilled} spilled bytes"] * (spilled > 0)
+    return excess + [f"{registers} registers"] * (registers > REGISTERS[name])
 
 
 def inexact(launch: Launch) -> set[str]:
@@ -66,6 +66,22 @@ def test_no_kernel_spills_or_takes_too_many_registers(compiled: list[Compiled]) 
     assert len(compiled) == len(PAIRS) + 2 * 2
     excess = {(kernel.name, kernel.dtypes): too_much(kernel.name, kernel.launch) for kernel in compiled}
     assert {title: resources for title, resources in excess.items() if resources} == {}
+
+
+@pytest.mark.sampled(3, day=2)
+def test_adamw_is_issued_while_its_bytes_move(compiled: list[Compiled]) -> None:
+    """In bfloat16 on an H200 it takes 0.71 of the memory's time with Triton 3.9.0, 0.74 with 3.7.1."""
+    for kernel in (kernel for kernel in compiled if kernel.name == "AdamW"):
+        for name, hardware in HARDWARE.items():
+            issue, memory = kernel.times_ps(hardware)
+            assert 0.1 * memory < issue < 0.8 * memory, (kernel.dtypes, name)
+
+
+@pytest.mark.sampled(3, day=3)
+def test_adamw_loads_several_elements_at_once_only_where_all_are_aligned(tmp_path: Path) -> None:
+    for size, first, vectors in ((16, 0, True), (24, 0, False), (16, 1, False)):
+        launch = compile_adamw(tmp_path, load_copy(ADAMW), torch.bfloat16, torch.bfloat16, size, first)
+        assert bool(re.search(r"ld\.global\S*\.v\d", launch.ptx.read_text())) == vectors, (size, first)
 
 
 @pytest.mark.sampled(3, day=2)

@@ -34,29 +34,19 @@ def make_slices(parameter: torch.dtype, moment: torch.dtype) -> list[adamw_kerne
         values = [torch.randn(n, generator=generator) * scale for scale in (0.1, 1.0, 0.1, 0.1)]
         if i == 2:
             values[1][0] = torch.inf
-        tensors = [
-            values[0].to(parameter),
-            values[1].to(parameter),
-            values[2].to(moment),
-            values[3].square().to(moment),
-        ]
+        values[3].square_()
+        dtypes = (parameter, parameter, moment, moment)
+        tensors = [value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
         placed = (guarded(tensor) if DEVICE == "cpu" else tensor.to(DEVICE) for tensor in tensors)
-        slices.append(adamw_kernel.Slice(*placed, 2**32 - 3 + i, first, columns, gap))
+        slices.append(adamw_kernel.Slice(*placed, 2**32 - 5 + i, first, columns, gap))
     return slices
 
 
 def make_step(skip: float) -> adamw_kernel.AdamWStep:
     counts = torch.arange(1, len(PARTS) + 1).double()
-    on_device = [
-        counts,
-        1e-3 / (1 - 0.9**counts),
-        (1 - 0.999**counts).sqrt(),
-        torch.tensor(3.7),
-        torch.tensor(skip),
-    ]
-    return adamw_kernel.AdamWStep(
-        0.9, 0.999, 1e-8, 1 - 1e-4, *(value.float().to(DEVICE) for value in on_device)
-    )
+    rates, roots = 1e-3 / (1 - 0.9**counts), (1 - 0.999**counts).sqrt()
+    values = (counts, rates, roots, torch.tensor(3.7), torch.tensor(skip))
+    return adamw_kernel.AdamWStep(0.9, 0.999, 1e-8, 1 - 1e-4, *(x.float().to(DEVICE) for x in values))
 
 
 def bits(part: adamw_kernel.Slice) -> dict[str, Tensor]:

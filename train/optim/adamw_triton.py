@@ -1,6 +1,7 @@
-"""The Triton kernel for `adamw_kernel.py`: divides by the clip factor, updates and rounds in one pass, with
-one launch for all slices."""
+"""The Triton kernel for `adamw_kernel.py`: scales the gradient, updates and rounds in one pass, with one
+launch for all slices."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor
 
 from meshwright.train.optim.adamw_kernel import AdamWStep, Slice
 
-# Not tuned by measurement. A thread holds 4 elements at a time, with 16 loads in flight. With 8 elements it
-# needs up to 168 registers, so that 12 of an H100's 64 warps fit; with 16 up to 255, and it spills (python -m
-# tests.fake_gpu.kernel_table). The time to find a program's slice is negligible.
+# Not tuned by measurement. A thread holds 4 elements at a time, 8 or 16 bytes of each tensor in one load
+# (python -m tests.fake_gpu.kernel_table). The time to find a program's slice is negligible.
 BLOCK = 512  # elements that a program holds at a time
 BLOCKS = 32  # blocks that a program processes in sequence
 COLUMNS = 10  # of the table: index of the first part, four pointers, elements, first, columns, gap, key
@@ -22,7 +22,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 def update(slices: Sequence[Slice], step: AdamWStep) -> None:
     """Do the same as `adamw_kernel.update`, bit for bit. All parameters and gradients must have one dtype,
     and all moments one dtype."""
-    table, parts = _make_table(slices)
+    table, parts, multiple = _make_table(slices)
     first = slices[0]
     _update[(parts,)](
         table,
@@ -44,46 +44,50 @@ def update(slices: Sequence[Slice], step: AdamWStep) -> None:
         COLUMNS=COLUMNS,
         BLOCK=BLOCK,
         BLOCKS=BLOCKS,
+        MULTIPLE=multiple,
         # a fused multiply-add would round differently from the reference
         num_warps=4,
         enable_fp_fusion=False,
     )
 
 
-def _make_table(slices: Sequence[Slice]) -> tuple[Tensor, int]:
-    """Return a table on the device with a row per slice, copied without waiting, and the number of parts."""
-    rows, parts = [], 0
+def _make_table(slices: Sequence[Slice]) -> tuple[Tensor, int, int]:
+    """Return a table on the device with a row per slice, copied without waiting; the number of parts; and 16
+    if it divides all addresses and sizes, so that one load may read several elements, or 1."""
+    rows, parts, multiple = [], 0, 16
     for shard in slices:
         assert shard.parameter.dtype == shard.gradient.dtype == slices[0].parameter.dtype
         assert shard.exp_avg.dtype == shard.exp_avg_sq.dtype == slices[0].exp_avg.dtype
         tensors = (shard.parameter, shard.gradient, shard.exp_avg, shard.exp_avg_sq)
         assert all(tensor.is_contiguous() for tensor in tensors)
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        rows.append(
-            [parts, *pointers, shard.parameter.numel(), shard.first, shard.columns, shard.gap, shard.key]
-        )
-        parts += triton.cdiv(shard.parameter.numel(), BLOCK * BLOCKS)
+        pointers, size = [tensor.data_ptr() for tensor in tensors], shard.parameter.numel()
+        rows.append([parts, *pointers, size, shard.first, shard.columns, shard.gap, shard.key])
+        parts += triton.cdiv(size, BLOCK * BLOCKS)
+        multiple = multiple if math.gcd(*pointers, size, 16) == 16 else 1
     table, device = torch.tensor(rows), slices[0].parameter.device
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table, parts
+    table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return table, parts, multiple
 
 
 @triton.jit
-def _mix(value):
-    """lowbias32 in uint32."""
-    value = (value ^ (value >> 16)) * 0x7FEB352D
-    value = (value ^ (value >> 15)) * 0x846CA68B
-    return value ^ (value >> 16)
+def _random_bits(key, count, index):
+    """Philox2x32 with 7 rounds, as in the reference."""
+    low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32) ^ (count << 8)
+    for _ in tl.static_range(7):
+        product = low.to(tl.uint64) * 0xD256D193
+        low, high = (product >> 32).to(tl.uint32) ^ key ^ high, product.to(tl.uint32)
+        key += 0x9E3779B9
+    # as one value: Triton would move two to another layout through shared memory
+    return high.to(tl.uint64) << 32 | low
 
 
 @triton.jit
-def _rounded(value, bits, STREAM: tl.constexpr, DTYPE: tl.constexpr):
+def _rounded(value, bits, DTYPE: tl.constexpr):
     """Round float32 to the stored dtype."""
     if value.dtype != DTYPE:
-        raw = value.to(tl.uint32, bitcast=True)
-        raised = (raw + (_mix(bits + STREAM) & 0xFFFF)) & 0xFFFF0000
-        kept = (raw & 0x7F800000) == 0x7F800000  # not finite
-        value = tl.where(kept, raw, raised).to(tl.float32, bitcast=True)
-    return value.to(DTYPE)
+        raised = value.to(tl.uint32, bitcast=True) + (bits & 0xFFFF).to(tl.uint32)
+        value = (raised >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    return value
 
 
 @triton.jit
@@ -107,48 +111,47 @@ def _update(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    MULTIPLE: tl.constexpr,
 ):
     part = tl.program_id(0)
     numbers = tl.arange(0, SLICES)
     firsts = tl.load(table + numbers * COLUMNS, mask=numbers < slices, other=0x7FFFFFFF)
     number = tl.sum((firsts <= part).to(tl.int32), 0) - 1  # the last slice whose first part is at most `part`
     row = table + number * COLUMNS
-    parameters = tl.load(row + 1).to(tl.pointer_type(PARAMETER))
-    gradients = tl.load(row + 2).to(tl.pointer_type(PARAMETER))
-    exp_avgs = tl.load(row + 3).to(tl.pointer_type(MOMENT))
-    exp_avg_sqs = tl.load(row + 4).to(tl.pointer_type(MOMENT))
+    begin = (part - tl.load(row)) * (BLOCK * BLOCKS)
+    parameters = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(PARAMETER)), MULTIPLE) + begin
+    gradients = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(PARAMETER)), MULTIPLE) + begin
+    exp_avgs = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(MOMENT)), MULTIPLE) + begin
+    exp_avg_sqs = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(MOMENT)), MULTIPLE) + begin
     # a skipped step neither reads nor writes
-    size = tl.where(tl.load(skip) == 0, tl.load(row + 5), 0)
-    first = tl.load(row + 6)
+    size = tl.where(tl.load(skip) == 0, tl.minimum(tl.load(row + 5) - begin, BLOCK * BLOCKS), 0)
+    size = tl.multiple_of(size.to(tl.int32), MULTIPLE)
     columns = tl.load(row + 7)
     gap = tl.load(row + 8)
-    key = _mix((tl.load(row + 9) + tl.load(counts + number).to(tl.int64)).to(tl.uint32))
-    rate = tl.load(rates + number)
+    first_row = begin // columns
+    first_column = (begin - first_row * columns).to(tl.int32)
+    first = tl.load(row + 6) + begin + first_row * gap
+    key = tl.load(row + 9).to(tl.uint32)
+    count = tl.load(counts + number).to(tl.uint32)
     root = tl.load(roots + number)
-    scale = tl.load(divisor)
-    begin = (part - tl.load(row)) * (BLOCK * BLOCKS)
-    for block in range(BLOCKS):
-        start = begin + block * BLOCK
+    eps = root * eps
+    rate = root * tl.load(rates + number)
+    scale = tl.math.div_rn(1.0, tl.load(divisor))
+    for start in range(0, size, BLOCK):
         offset = start + tl.arange(0, BLOCK)
         inside = offset < size
-        gradient = tl.math.div_rn(tl.load(gradients + offset, mask=inside, other=0.0).to(tl.float32), scale)
+        gradient = tl.load(gradients + offset, mask=inside, other=0.0).to(tl.float32) * scale
         parameter = tl.load(parameters + offset, mask=inside, other=0.0).to(tl.float32)
         exp_avg = tl.load(exp_avgs + offset, mask=inside, other=0.0).to(tl.float32)
         exp_avg_sq = tl.load(exp_avg_sqs + offset, mask=inside, other=0.0).to(tl.float32)
         exp_avg = exp_avg * beta1 + gradient * rest1
         exp_avg_sq = exp_avg_sq * beta2 + gradient * gradient * rest2
-        denominator = tl.math.div_rn(tl.math.sqrt_rn(exp_avg_sq), root) + eps
+        denominator = tl.math.sqrt_rn(exp_avg_sq) + eps
         parameter = parameter * decay - tl.math.div_rn(exp_avg, denominator) * rate
         index = first + offset
         if gap != 0:  # only if the shard has a part of the columns: full rows need no division
-            # a 32-bit division for the row within this block: a 64-bit one takes longer than all the rest
-            first_row = start // columns
-            rows = first_row + (
-                (start - first_row * columns).to(tl.int32) + tl.arange(0, BLOCK)
-            ) // columns.to(tl.int32)
-            index += rows * gap
-        bits = _mix(index.to(tl.uint32) ^ key) + (index >> 32).to(tl.uint32)
-        tl.store(parameters + offset, _rounded(parameter, bits, 0, PARAMETER), mask=inside)
-        tl.store(exp_avgs + offset, _rounded(exp_avg, bits, 0x9E3779B9, MOMENT), mask=inside)
-        # 2 * 0x9E3779B9 in 32 bits
-        tl.store(exp_avg_sqs + offset, _rounded(exp_avg_sq, bits, 0x3C6EF372, MOMENT), mask=inside)
+            index += (first_column + offset) // columns.to(tl.int32) * gap
+        bits = tl.where(parameter == parameter, _random_bits(key, count, index), 0)  # 0 for a NaN
+        tl.store(parameters + offset, _rounded(parameter, bits, PARAMETER), mask=inside)
+        tl.store(exp_avgs + offset, _rounded(exp_avg, bits >> 16, MOMENT), mask=inside)
+        tl.store(exp_avg_sqs + offset, _rounded(exp_avg_sq, bits >> 32, MOMENT), mask=inside)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.hook import Checkpoints
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import CheckpointConfig
@@ -132,7 +133,7 @@ def test_the_first_bad_module_is_found_in_compiled_blocks_too_and_the_model_is_l
     before = {name: sorted(vars(module)) for name, module in model.named_modules()}
     assert first_bad_value(sharded, batches, loss_of_forward) is None
     with torch.no_grad():
-        model.layers[1].feed_forward.w1.weight.to_local()[3, 4] = math.inf
+        local_part(model.layers[1].feed_forward.w1.weight)[3, 4] = math.inf
     found = first_bad_value(sharded, batches, loss_of_forward)
     assert found is not None
     assert (found.what, found.micro_batch) == ("the output of layers.1.feed_forward.w1", 0)
