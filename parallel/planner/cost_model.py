@@ -130,7 +130,6 @@ class StepTimes:
 
 
 Seconds = TypeVar("Seconds", UnitTimes, PhaseTimes)
-FLOAT32_ATTENTION = "efficient"  # the only fused GPU kernel for float32, so the best one
 # Every tensor-parallel collective of the forward, and half of those of the backward, adjoin a matmul with
 # which they can be pipelined in pieces.
 ASYNC_TP_HIDDEN = 0.5
@@ -180,8 +179,11 @@ def strided_group(size: int, stride: int, gpus: int, world_size: int) -> Group:
     return Group(size, per_node, max(1, min(gpus // per_node, world_size // size)))
 
 
-def operation_s(operation: Operation, micro_batch_size: int, hardware: Hardware) -> float:
+def operation_s(
+    operation: Operation, micro_batch_size: int, hardware: Hardware, attention: str = ""
+) -> float:
     """Return the seconds of an operation: its FLOPs at their share of the peak, plus its memory traffic.
+    `attention`: the kernel.
 
     Products and attention begin and end with traffic that nothing hides, and write what the next tile waits
     for. A power limit is one of the energy: it decides where computing alone would take longer than that.
@@ -195,8 +197,8 @@ def operation_s(operation: Operation, micro_batch_size: int, hardware: Hardware)
     if operation.kind == "matmul":
         share = hardware.matmul[dtype]
     else:
-        rates = hardware.attention_backward if "backward" in operation.name else hardware.attention_forward
-        share = rates[dtype] * share_at(hardware.attention_head_dim, operation.head_dim)
+        share = hardware.attention_shares(attention, dtype)["backward" in operation.name]
+        share *= share_at(hardware.attention_head_dim, operation.head_dim)
     computing_s = flops / (hardware.peak_tflops[dtype] * 1e12 * share)
     return max(computing_s + copying_s(moved, hardware), computing_s / hardware.power_limit)
 
@@ -244,7 +246,7 @@ def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware)
 def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_node: int) -> StepTimes:
     """Return the seconds of each part of a step, each alone. `cpu_offload` has no time model."""
     groups = axis_groups(plan.mesh, gpus_per_node)
-    device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
+    device = sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size))
     compiled = {name: unit.compiled for unit in plan.units for name in unit.modules}
     of_work = {id(work.modules[name]): name for name in plan.modules}  # all blocks share one workload
     times = {
@@ -299,22 +301,6 @@ def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
     )
 
 
-def with_kernel(hardware: Hardware, attention: str) -> Hardware:
-    """Return the hardware with the attention rates of a kernel; an unknown kernel gets those of the best one.
-    The float32 rates of a device are those of FLOAT32_ATTENTION."""
-    shares = hardware.attention_kernels.get(attention, (1.0, 1.0))
-    forward, backward = (
-        {
-            dtype: rate if (dtype, attention) == ("float32", FLOAT32_ATTENTION) else rate * share
-            for dtype, rate in rates.items()
-        }
-        for rates, share in zip(
-            (hardware.attention_forward, hardware.attention_backward), shares, strict=True
-        )
-    )
-    return replace(hardware, attention_forward=forward, attention_backward=backward)
-
-
 def _module_times(
     module: ModuleWorkload, compiled: bool, plan: Plan, hardware: Hardware, groups: Mapping[str, Group]
 ) -> ModuleTimes:
@@ -331,7 +317,7 @@ def _module_times(
                 moved = operation.bytes.at(plan.micro_batch_size)
                 taken = collective_s(operation.name, moved, groups[operation.axis], hardware)
             else:
-                taken = operation_s(operation, plan.micro_batch_size, hardware)
+                taken = operation_s(operation, plan.micro_batch_size, hardware, plan.attention)
             seconds[operation.axis] += taken
         tp_s, kernels = seconds["tp"] * (1 - ASYNC_TP_HIDDEN * plan.async_tp), len(operations)
         host_s = host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels

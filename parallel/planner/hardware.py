@@ -23,7 +23,6 @@ from meshwright.parallel.yaml_io import YamlError, load_mapping
 HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 ALL_TO_ALL = "all_to_all"  # a link may name it too
-RATES = ("matmul", "attention_forward", "attention_backward")  # shares of the peak, by dtype
 DTYPES = ("bfloat16", "float32")  # that every kind has rates for
 # (size, share) pairs in ascending order of size
 Curve = Annotated[tuple[tuple[Positive, Positive], ...], msgspec.Meta(min_length=1)]
@@ -80,10 +79,9 @@ class Hardware:
         memory_gb_s: memory bandwidth, 10^9 bytes per second
         peak_tflops: dense matmul rate by dtype of the inputs
         matmul: share of the peak at which a product computes, besides its traffic, by dtype
-        attention_forward, attention_backward: the same of causal attention with the best kernel
+        attention: the same of causal attention, forward and backward, by kernel, the best one first, and by
+            dtype
         attention_head_dim: the part of this share that heads of a width reach: a curve over it
-        attention_kernels: kernels with their rate as a share of the best one's, forward and backward; the
-            best one comes first
         power_limit: the device's power as a share of the power with which it reaches `matmul` and attention's
             rates; 1 without a limit
         memory_efficiency: share of the memory bandwidth that other operations of a module reach, by dtype
@@ -116,10 +114,8 @@ class Hardware:
     memory_gb_s: Positive
     peak_tflops: Mapping[str, Positive]
     matmul: Mapping[str, Positive]
-    attention_forward: Mapping[str, Positive]
-    attention_backward: Mapping[str, Positive]
+    attention: Mapping[str, Mapping[str, tuple[Positive, Positive]]]
     attention_head_dim: Curve | Positive
-    attention_kernels: Mapping[str, tuple[Positive, Positive]]
     power_limit: Positive
     memory_efficiency: Mapping[str, Positive]
     copy_efficiency: Positive
@@ -148,6 +144,11 @@ class Hardware:
     def is_bound(self) -> bool:
         """Whether nothing that was measured on such a machine is in it."""
         return self.reached != 1.0 and self.correction == 1.0
+
+    def attention_shares(self, kernel: str, dtype: str) -> tuple[float, float]:
+        """Return the shares of a kernel in a dtype, or those of the best one if they are not listed."""
+        kernels = (self.attention.get(kernel, {}), *self.attention.values())
+        return next(shares[dtype] for shares in kernels if dtype in shares)
 
 
 def share_at(curve: Curve | float, size: float) -> float:
@@ -217,15 +218,16 @@ def _find_contradictions(kind: Hardware) -> Iterator[str]:
         sizes = [] if isinstance(curve, float) else [size for size, _ in curve]
         if sizes != sorted(set(sizes)):
             yield f"{place}: sizes must be in ascending order: {sizes}"
-    for key in RATES:
-        shares = getattr(kind, key)
+    attention = {dtype for shares in kind.attention.values() for dtype in shares}
+    for key, dtypes in (
+        ("matmul", kind.matmul.keys()),
+        ("attention", attention),
+        ("memory_efficiency", kind.memory_efficiency.keys()),
+    ):
         yield from (
-            f"{key}.{dtype}: peak_tflops has no key {dtype}" for dtype in shares.keys() - kind.peak_tflops
+            f"{key}.{dtype}: peak_tflops has no key {dtype}" for dtype in dtypes - kind.peak_tflops.keys()
         )
-    for key in (*RATES, "memory_efficiency"):
-        yield from (f"{key}.{dtype} is missing" for dtype in DTYPES if dtype not in getattr(kind, key))
-    if not kind.attention_kernels:
-        yield "attention_kernels must name at least one kernel"
+        yield from (f"{key}.{dtype} is missing" for dtype in DTYPES if dtype not in dtypes)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,14 @@ import pytest
 
 from benchmarks.fit import CONSTANTS, KEMPNERFORGE, RESERVED, TORCHTITAN, fit, fit_reserved, with_values
 from benchmarks.published import (
+    OWN_KIND,
     ComparedRun,
     PublishedComparison,
     compare_published,
     mean_error,
+    own_runs,
     plan_published,
+    predict_own_tokens_per_s,
     predict_tokens_per_s,
     published_rows,
     worst_error,
@@ -76,6 +79,9 @@ def test_speed_reserved_memory_and_order_are_predicted() -> None:
     assert mean_error(memory) <= 0.05
     assert worst_error(memory) <= 0.12
     assert comparison().wrong_order == ()
+    kind = load_hardware()[OWN_KIND]
+    own = [abs(predict_own_tokens_per_s(case, kind) / rate - 1) for case, rate in own_runs().items()]
+    assert (len(own), sum(own) / 13 <= 0.015, max(own) <= 0.03) == (13, True, True)
 
 
 def test_errors_and_a_wrong_order_are_seen() -> None:

@@ -23,7 +23,6 @@ from meshwright.parallel.machine_memory import memory_limit_bytes
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.mesh import gather_from_all
 from meshwright.parallel.planner.hardware import (
-    RATES,
     Hardware,
     HostCosts,
     Link,
@@ -250,18 +249,24 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
             "device_names": [measured.name] if measured.has_mfu else [],
             "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB,
         }
-    for key in RATES:
-        shares = {dtype: rate / 1e12 / peaks[dtype] for dtype, rate in compute[key].items()}
-        values[key] = {**getattr(base, key), **shares}
+    products, attention = dict(base.matmul), {name: dict(of) for name, of in base.attention.items()}
+    for dtype, rate in compute["matmul"].items():
+        products[dtype] = rate / 1e12 / peaks[dtype]
+        best = zip(compute["attention"][dtype], base.attention_shares("", dtype), strict=True)
+        forward, backward = (rate / 1e12 / peaks[dtype] / share for rate, share in best)  # times the base's
+        for shares in attention.values():
+            if dtype in shares:
+                shares[dtype] = shares[dtype][0] * forward, shares[dtype][1] * backward
     moved = {dtype: rate / bytes_s for dtype, rate in compute["memory_bytes_s"].items()}
     unmeasured = dict.fromkeys(base.memory_efficiency, next(iter(moved.values())))
-    launching = {name: compute[name] for name in ("operator_s", "kernel_s", "graph_s")}
-    slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in FSDP2 too
+    slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in graphs and FSDP2 too
     return values | {
+        "matmul": products,
+        "attention": attention,
         "memory_efficiency": {**unmeasured, **moved},
         "copy_efficiency": compute["copy_bytes_s"] / bytes_s,
         "optimizer_efficiency": compute["optimizer_bytes_s"] / bytes_s,
-        "host": HostCosts(**launching, unit_s=base.host.unit_s * slower),
+        "host": HostCosts(**{name: cost * slower for name, cost in vars(base.host).items()}),
         "reserved_gib": compute["taken_gib"],
         "reached": 1.0,
         "collectives_s": measured.collectives_s,

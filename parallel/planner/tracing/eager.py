@@ -108,10 +108,6 @@ class _OpRecorder(TorchDispatchMode):
         del self._live[key]
         self.now -= size
 
-    def add(self, name: str, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Record a kernel whose results are tracked already."""
-        self.operations.append(record_op(name, (), read, made))
-
     def finish(self) -> RecordedPhase:
         """Return the record since the previous call."""
         recorded = RecordedPhase(self.operations, self.moments, self.now)
@@ -145,7 +141,7 @@ class _FusedNorm(torch.autograd.Function):
         result, scale = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(x, weight, scale)
         ctx.recorder = recorder
-        recorder.add("rms_norm", [x, weight], [result, scale])
+        recorder.operations.append(record_op("rms_norm", (), [x, weight], [result, scale]))
         return result
 
     @staticmethod
@@ -153,7 +149,8 @@ class _FusedNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         results = torch.empty_like(x), torch.empty_like(weight)
         for made in results:
-            ctx.recorder.add("rms_norm_backward", [gradient, x, weight, scale], [made])
+            read = [gradient, x, weight, scale]
+            ctx.recorder.operations.append(record_op("rms_norm_backward", (), read, [made]))
         return None, *results
 
 

@@ -34,9 +34,7 @@ MACHINE = Hardware(
     memory_gb_s=1000.0,
     peak_tflops={"bfloat16": 100.0, "float8": 200.0, "float32": 10.0},
     matmul={"bfloat16": 1.0, "float8": 1.0, "float32": 1.0},
-    attention_forward={"bfloat16": 0.5, "float32": 0.5},
-    attention_backward={"bfloat16": 0.25, "float32": 0.25},
-    attention_kernels={"best": (1.0, 1.0), "slow": (0.5, 0.5)},
+    attention={"best": {"bfloat16": (0.5, 0.25)}, "slow": {"bfloat16": (0.1, 0.1), "float32": (0.5, 0.2)}},
     memory_efficiency={"bfloat16": 0.5, "float32": 0.5},
     copy_efficiency=0.5,
     optimizer_efficiency=0.5,
@@ -198,20 +196,15 @@ def test_a_unit_is_gathered_copied_and_reduced() -> None:
     assert step_times(plan, work_of([]), MACHINE, 8).units["head"].regather_s == 0, "it stays gathered"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stored", "gathering", "reducing"),
-    [
+def test_casts_are_copied_where_the_stored_dtype_is_another() -> None:
+    for ranks, stored, gathering, reducing in (
         (8, "bfloat16", 4, 6 + 6 / 8),  # the result of the reduction is narrowed
         (1, "float32", 4 + 6, 4 + 4 + 6),  # in bfloat16: into one buffer, into the other, widened
-    ],
-)
-def test_casts_are_copied_where_the_stored_dtype_is_another(
-    ranks: int, stored: str, gathering: float, reducing: float
-) -> None:
-    plan = plan_of(ranks, param_dtype="bfloat16", storage_dtype=stored)
-    unit = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"]
-    assert unit.copy_out_s == pytest.approx(BLOCK * gathering / 500e9)
-    assert unit.copy_in_s == pytest.approx(BLOCK * reducing / 500e9)
+    ):
+        plan = plan_of(ranks, param_dtype="bfloat16", storage_dtype=stored)
+        unit = step_times(plan, work_of([]), MACHINE, 8).units["layers.0"]
+        copied = (unit.copy_out_s, unit.copy_in_s)
+        assert copied == pytest.approx((BLOCK * gathering / 500e9, BLOCK * reducing / 500e9))
 
 
 def test_resharding_to_a_smaller_group_gathers_again_over_it() -> None:
@@ -323,6 +316,10 @@ def test_attention_is_as_fast_as_its_head_dim_allows() -> None:
     ):
         work = Operation("attention", name, Linear(0.0, GB), Linear(), "bfloat16", head_dim)
         assert operation_s(work, 1, kind) == pytest.approx(GB / 100e12 / share)
+    assert MACHINE.attention_shares("slow", "bfloat16") == (0.1, 0.1)
+    assert (
+        MACHINE.attention_shares("best", "float32") == MACHINE.attention_shares("", "float32") == (0.5, 0.2)
+    )
 
 
 def test_a_power_limit_bounds_the_energy_of_computing() -> None:

@@ -26,8 +26,9 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     assert kind.peak_tflops["bfloat16"] > kind.peak_tflops["float32"]
     curves = [*kind.node.efficiency.values(), *kind.network.efficiency.values(), kind.attention_head_dim]
     assert all(0 < share_at(curve, size) <= 1 for curve in curves for size in (1, 1e3, 1e6))
-    shares = [*kind.matmul.values(), *kind.attention_forward.values(), *kind.attention_backward.values()]
-    assert all(0 < share <= 1 for share in (*shares, *kind.memory_efficiency.values(), kind.power_limit))
+    shares = [*kind.matmul.values(), *kind.memory_efficiency.values(), kind.power_limit]
+    shares += [share for kernel in kind.attention.values() for both in kernel.values() for share in both]
+    assert all(0 < share <= 1 for share in shares)
     assert 0 <= kind.network_slowdown <= kind.slowdown < 0.5
     assert 0 <= kind.reserved_share < 0.7
     assert 0.5 < kind.reached <= 1
@@ -58,11 +59,6 @@ def test_a_curve_is_interpolated_over_the_logarithm_and_ends_flat() -> None:
     sizes = (0.1, 1.0, 10.0, 100.0, 1000.0, 1e6)
     assert [share_at(curve, size) for size in sizes] == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.9, 0.9])
     assert share_at(((1.0, 0.8),), 1e9) == 0.8
-
-
-def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
-    kind = read_hardware(change(tmp_path, "all_gather: [[2, 0.8], [32, 0.5]]", "all_gather: 0.7"))
-    assert [share_at(kind.network.efficiency["all_gather"], nodes) for nodes in (2, 64)] == [0.7, 0.7]
 
 
 @pytest.mark.parametrize(
