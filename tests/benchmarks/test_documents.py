@@ -1,12 +1,9 @@
-"""Predicted figures in README.md and docs/scaling.md, and the errors beside predictions, are today's."""
+"""Predicted figures in README.md and docs/scaling.md are today's."""
 
 import pytest
 
-from benchmarks.fit import DATA_SHEETS, KEMPNERFORGE, reached_shares
-from benchmarks.published import OWN_KIND, own_runs, predict_own_tokens_per_s, published_rows
 from benchmarks.scaling import PAGE, predict_row
 from benchmarks.support.documents import OUTPUTS, ROOT, block_of, printed, refreshed
-from meshwright.parallel.planner.accuracy import ONE_GPU, load_errors
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.processes import BenchError
 
@@ -38,18 +35,3 @@ def test_the_readme_and_the_page_on_scaling_have_todays_figures() -> None:
     ):
         cells = predict_row(model, load_hardware()[kind], gpus).cells()
         assert f"| {' | '.join(cells)} |" in rows, "python -m benchmarks.scaling --write"
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.sampled(10)
-def test_the_errors_beside_predictions_and_what_machines_reach_are_todays() -> None:
-    kinds = load_hardware()
-    errors = [predict_own_tokens_per_s(case, kinds[OWN_KIND]) / rate - 1 for case, rate in own_runs().items()]
-    carried = load_errors()[ONE_GPU]
-    assert (carried.runs, carried.lowest) == (len(errors), pytest.approx(min(errors), abs=1e-3))
-    assert carried.highest == pytest.approx(max(errors), abs=1e-3)
-    shares = reached_shares(published_rows(), kinds)
-    of_h100 = sorted(share for row, share in shares.items() if DATA_SHEETS[row.framework] == "h100-sxm")
-    assert kinds["h100-sxm"].reached == pytest.approx(of_h100[len(of_h100) // 2], rel=0.01)
-    assert kinds[KEMPNERFORGE].reached == 1.0

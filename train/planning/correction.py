@@ -53,7 +53,7 @@ class Correction:
 
 def find_correction(job: TrainingJob, hardware: Hardware, device: torch.device) -> Correction:
     """Return what is kept of this machine's runs with the dtype of the job, compiled as it is."""
-    parallel, facts = job.parallel, (device_model(device), usable_cores(), torch.__version__)
+    parallel, facts = job.parallel, (hardware.name, device_model(device), usable_cores(), torch.__version__)
     dtype = best_dtype(hardware) if parallel.param_dtype == "auto" else parallel.param_dtype
     products = dtype if parallel.float8.recipe == "none" else "float8"
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
