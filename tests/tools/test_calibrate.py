@@ -51,7 +51,6 @@ def test_a_real_calibration_is_read_by_the_planner(folder: Path, capsys: pytest.
     assert hardware.peak_tflops["float32"] > 1e-3
     assert hardware.matmul["float32"] == 1, "the rate of products is the peak"
     assert 0 < hardware.host.operator_s < 1e-3
-    assert 0 < hardware.host.graph_s < 1e-1
     assert set(hardware.collectives_s) == {*COLLECTIVES, ALL_TO_ALL}
     assert all(set(by_ranks) == {2, 4} for by_ranks in hardware.collectives_s.values())
     base = load_hardware()["cpu"]
