@@ -8,6 +8,7 @@ value or an estimate; a weak prior keeps it there if the rows do not determine i
 """
 
 import argparse
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,8 @@ from benchmarks.published import (
     predict_tokens_per_s,
     published_rows,
 )
-from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
+from benchmarks.support.harness import RECORDS, BenchResult, Measurement, run_benchmark
+from meshwright.parallel.planner.accuracy import CPU, ERRORS_FILE, MEMORY, ONE_GPU, UNSEEN, kind_of_run
 from meshwright.parallel.planner.hardware import COLLECTIVES, Hardware, load_hardware
 from meshwright.tools.cli import format_table
 
@@ -268,16 +270,79 @@ def fit_figures(report: FitReport, rows: Sequence[PublishedRun]) -> dict[str, An
     }
 
 
+# What a user predicts such machines with, who knows their data sheets.
+DATA_SHEETS = {"torchtitan": "h100-sxm", "KempnerForge": "h200"}
+
+
+def reached_shares(rows: Sequence[PublishedRun], kinds: Kinds) -> dict[PublishedRun, float]:
+    """Return the measured speed of each run as a share of the bound by the data sheet of its machine."""
+    bounds = {name: replace(kinds[name], reached=1.0) for name in DATA_SHEETS.values()}
+    return {
+        row: row.tokens_per_s_per_gpu / predict_tokens_per_s(row, bounds[DATA_SHEETS[row.framework]])
+        for row in rows
+    }
+
+
+def carried_errors(report: FitReport, rows: Sequence[PublishedRun], kinds: Kinds) -> dict[str, Errors]:
+    """Return the errors that predictions carry, by the kind of run: of CPUs as recorded last; of one GPU on
+    our own; of several GPUs on each published run by a fit to the others; and on clusters of which no run was
+    seen by their data sheets, with the share that the other runs on such machines reached."""
+    errors: dict[str, list[float]] = {}
+    recorded = max(RECORDS.glob("*-predictions.json")).read_text(encoding="utf-8")
+    errors[CPU] = [row["error"] for row in json.loads(recorded)["figures"]["rows"]]
+    errors[ONE_GPU] = [*report.own.values]
+    clusters = [(row, e) for row, e in zip(rows, report.left_out.values, strict=True) if row.n_gpus > 1]
+    for row, error in clusters:
+        errors.setdefault(kind_of_run(0, row.n_gpus, row.gpus_per_node), []).append(error)
+    shares = reached_shares([row for row, _ in clusters], kinds)
+    for row, share in shares.items():
+        others = [s for other, s in shares.items() if other.framework == row.framework and other != row]
+        known = kinds[DATA_SHEETS[row.framework]].reached == 1.0
+        expected = 1.0 if known else statistics.median(others)
+        errors.setdefault(UNSEEN, []).append(expected / share - 1)
+    torchtitan = replace(kinds[TORCHTITAN], reserved_share=report.reserved_share)
+    errors[MEMORY] = [
+        predict_reserved_gib(row, torchtitan) / row.peak_memory_gib - 1
+        for row in rows
+        if row.peak_memory_gib and row.framework in MEMORY_OF
+    ]
+    return {kind: Errors(tuple(values)) for kind, values in errors.items()}
+
+
+def errors_table(errors: Mapping[str, Errors]) -> str:
+    """Return the text of configs/hardware/errors.csv."""
+    lines = (
+        f"{kind},{len(e.values)},{e.mean:.3f},{min(e.values):.3f},{max(e.values):.3f}\n"
+        for kind, e in errors.items()
+    )
+    return "rows,runs,mean,lowest,highest\n" + "".join(lines)
+
+
 def fit_published(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Fit the constants to all published runs."""
-    rows = published_rows()
-    report = report_fit(rows, load_hardware())
-    return BenchResult(None, fit_figures(report, rows), fit_text(report, rows))
+    rows, kinds = published_rows(), load_hardware()
+    report = report_fit(rows, kinds)
+    table = errors_table(carried_errors(report, rows, kinds))
+    if options.write:
+        ERRORS_FILE.write_text(table, encoding="utf-8")
+    shares = reached_shares(rows, kinds)
+    reached = []
+    for name, kind in DATA_SHEETS.items():
+        median = statistics.median(share for row, share in shares.items() if row.framework == name)
+        reached.append(f"reached, {kind}.yaml: {median:.3f}, the median of {name}'s runs")
+    text = "\n\n".join([fit_text(report, rows), "\n".join(reached), table])
+    return BenchResult(None, fit_figures(report, rows), text)
+
+
+def add_fit_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `fit`."""
+    text = "write the errors that predictions carry to configs/hardware/errors.csv"
+    parser.add_argument("--write", action="store_true", help=text)
 
 
 MEASUREMENT = Measurement(
     "fit",
-    lambda parser: None,
+    add_fit_options,
     fit_published,
     description=(
         "Fit those constants of the published runs' machines that no source tells to the published tokens "

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import gcd
+from typing import TypeVar
 
 from meshwright.parallel.plan.schema import (
     MeshPlan,
@@ -128,6 +129,7 @@ class StepTimes:
         return any(self.modules[name].backward for name in modules)
 
 
+Seconds = TypeVar("Seconds", UnitTimes, PhaseTimes)
 # Every tensor-parallel collective of the forward, and half of those of the backward, adjoin a matmul with
 # which they can be pipelined in pieces.
 ASYNC_TP_HIDDEN = 0.5
@@ -268,16 +270,21 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
     return StepTimes(
         units={name: units[kind] for name, kind in kinds.items()},
         modules=modules,
-        optimizer_s=optimizer_s(plan, work, device),
+        optimizer_s=optimizer_s(plan, work, device) * hardware.slower,
         overlaps=hardware.overlaps,
         slowdown={
             lane: hardware.network_slowdown if groups[axis].nodes > 1 else hardware.slowdown
             for lane, axis in AXIS_OF_LANE.items()
         },
         offload_s=copy_times(plan, work, device),
-        hook_s=device.host.unit_s,
-        scalars_s=SCALARS * collective_s("all_reduce", 4, groups["world"], device),
+        hook_s=device.host.unit_s * hardware.slower,
+        scalars_s=SCALARS * collective_s("all_reduce", 4, groups["world"], device) * hardware.slower,
     )
+
+
+def _slowed(times: Seconds, hardware: Hardware) -> Seconds:
+    """Return the seconds of a unit or a phase on the machine as it was measured."""
+    return replace(times, **{name: seconds * hardware.slower for name, seconds in vars(times).items()})
 
 
 def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
@@ -314,7 +321,7 @@ def _module_times(
             seconds[operation.axis] += taken
         tp_s, kernels = seconds["tp"] * (1 - ASYNC_TP_HIDDEN * plan.async_tp), len(operations)
         host_s = host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels
-        phases.append(PhaseTimes(seconds[""], tp_s, seconds["cp"], host_s))
+        phases.append(_slowed(PhaseTimes(seconds[""], tp_s, seconds["cp"], host_s), hardware))
     return ModuleTimes(*phases)
 
 
@@ -352,7 +359,7 @@ def _unit_times(
     )
     copies = (1 + (replicate.size > 1)) * 2 * reduced if alone else 0.0
     reducing_s = copying_s(copies + back / shard.size, hardware)
-    return UnitTimes(
+    times = UnitTimes(
         gather_s=0.0 if alone else collective_s("all_gather", gathered, shard, hardware) + cast_s,
         regather_s=regather_s if regathered(unit) else 0.0,
         copy_out_s=copying_s(2 * gathered, hardware) + (cast_s if alone else 0.0),
@@ -363,6 +370,7 @@ def _unit_times(
         sum_s=copying_s(given + 2 * reduced, hardware),
         sums_copy_in_s=copying_s(2 * reduced, hardware) + reducing_s,
     )
+    return _slowed(times, hardware)
 
 
 def gathered_bytes(parameters: int, unit: UnitPlan, plan: Plan, work: ModelWorkload) -> int:
@@ -433,7 +441,9 @@ def copy_times(plan: Plan, work: ModelWorkload, hardware: Hardware) -> Mapping[s
     if not sent:
         return {}
     seconds = {
-        name: work.modules[name].saved_bytes.at(plan.micro_batch_size) / (hardware.host_gb_s * 1e9)
+        name: work.modules[name].saved_bytes.at(plan.micro_batch_size)
+        / (hardware.host_gb_s * 1e9)
+        * hardware.slower
         for name in sent
     }
     return seconds | {next(reversed(sent.values())): 0.0}

@@ -100,9 +100,12 @@ class Hardware:
             node, or between nodes
         reserved_share, reserved_gib: memory that the allocator reserves beyond its predicted pools (on a CPU
             beyond the peak), as a share of them, and fixed memory of the process, in GiB
+        reached: the speed that published runs on machines of this data sheet reached, as a share of the one
+            that all other keys predict, which is a bound; 1 for a machine that was measured
         cores: number of cores of a CPU, which its processes share; 0 if each process has its own device. A
             CPU's rates are those of one core while the others are equally busy: a process gets
             cores / processes of them
+        correction: measured speed of this machine's own runs as a share of the predicted one; in no file
     """
 
     name: str
@@ -128,7 +131,19 @@ class Hardware:
     network_slowdown: Amount
     reserved_share: Amount
     reserved_gib: Amount
+    reached: Positive
     cores: Natural
+    correction: Positive
+
+    @property
+    def slower(self) -> float:
+        """What a part of a step takes, as a multiple of what all keys but `reached` predict."""
+        return 1 / (self.reached * self.correction)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether nothing that was measured on such a machine is in it."""
+        return self.reached != 1.0 and self.correction == 1.0
 
     def attention_shares(self, kernel: str, dtype: str) -> tuple[float, float]:
         """Return the shares of a kernel in a dtype, or those of the best one if they are not listed."""
@@ -179,7 +194,7 @@ def read_hardware(path: Path) -> Hardware:
     if "name" in data:
         raise YamlError(f"{path}: unknown key name: the name of the kind is the file's name; remove the key")
     try:
-        hardware = structure(Hardware, {**data, "name": path.stem}, str(path))
+        hardware = structure(Hardware, {**data, "name": path.stem, "correction": 1.0}, str(path))
     except ValueError as error:
         raise YamlError(str(error)) from None
     if mistakes := list(_find_contradictions(hardware)):

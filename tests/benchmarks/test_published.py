@@ -1,11 +1,21 @@
 """The planner's predictions of published runs, and the fit of its constants."""
 
 import dataclasses
+import statistics
 from functools import cache
 
 import pytest
 
-from benchmarks.fit import CONSTANTS, KEMPNERFORGE, RESERVED, TORCHTITAN, fit, fit_reserved, with_values
+from benchmarks.fit import (
+    CONSTANTS,
+    KEMPNERFORGE,
+    RESERVED,
+    TORCHTITAN,
+    fit,
+    fit_reserved,
+    reached_shares,
+    with_values,
+)
 from benchmarks.published import (
     OWN_KIND,
     ComparedRun,
@@ -21,6 +31,7 @@ from benchmarks.published import (
     wrong_order,
 )
 from benchmarks.support.frameworks import _cast_first
+from meshwright.parallel.planner.accuracy import ONE_GPU, load_errors
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.workload import Linear, Operation
 
@@ -94,6 +105,11 @@ def test_speed_reserved_memory_and_order_are_predicted() -> None:
     kind = load_hardware()[OWN_KIND]
     own = [abs(predict_own_tokens_per_s(case, kind) / rate - 1) for case, rate in own_runs().items()]
     assert (len(own), sum(own) / 13 <= 0.015, max(own) <= 0.03) == (13, True, True)
+    carried = load_errors()[ONE_GPU]  # what stands beside predictions
+    assert (carried.runs, carried.highest) == (13, pytest.approx(max(own), abs=1e-3))
+    shares = reached_shares(RUNS, load_hardware())
+    of_h100 = statistics.median(share for run, share in shares.items() if run.framework == "torchtitan")
+    assert load_hardware()["h100-sxm"].reached == pytest.approx(of_h100, rel=0.01)
 
 
 def test_errors_and_a_wrong_order_are_seen() -> None:

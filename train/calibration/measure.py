@@ -211,7 +211,7 @@ def _keep(path: Path, measured: Calibration, base: Hardware) -> Hardware:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
-    hardware: Hardware = structure(Hardware, {**load_value(text), "name": HERE}, str(path))
+    hardware: Hardware = structure(Hardware, {**load_value(text), "name": HERE, "correction": 1.0}, str(path))
     return hardware
 
 
@@ -223,7 +223,7 @@ def _describe_age(path: Path) -> str:
 def hardware_text(title: str, measured: Calibration, base: Hardware) -> str:
     """Return the text of the hardware file of a machine; what was not measured is that of `base`."""
     values = measured_values(measured, base)
-    others = {key: value for key, value in vars(base).items() if key not in ("name", *values)}
+    others = {key: value for key, value in vars(base).items() if key not in ("name", "correction", *values)}
     lines = [title, f"Measured {datetime.date.today()}, torch {torch.__version__}, {measured.name}."]
     if measured.device == "cpu":
         lines.append(f"Rates are those of one core, with {measured.processes} processes that compute.")
@@ -268,6 +268,7 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
         "optimizer_efficiency": compute["optimizer_bytes_s"] / bytes_s,
         "host": HostCosts(**{name: cost * slower for name, cost in vars(base.host).items()}),
         "reserved_gib": compute["taken_gib"],
+        "reached": 1.0,
         "collectives_s": measured.collectives_s,
     }
 

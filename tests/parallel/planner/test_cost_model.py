@@ -51,7 +51,9 @@ MACHINE = Hardware(
     power_limit=1.0,
     reserved_share=0.0,
     reserved_gib=0.0,
+    reached=1.0,
     cores=0,
+    correction=1.0,
 )
 GB = 1e9
 
@@ -378,6 +380,27 @@ def test_processes_on_a_cpu_share_its_cores() -> None:
         step_times(plan_of(n), work_of([product]), cpu, 8).modules["head"].forward.compute_s for n in (2, 4)
     ]
     assert times == pytest.approx([1e-3, 2e-3])
+
+
+def test_what_a_machine_reaches_and_its_runs_correct_changes_all_seconds_by_one_factor() -> None:
+    operations = [operation(kind, moved=GB) for kind in ("matmul", "memory")]
+    operations += [operation("collective", "all_gather", moved=GB)]
+    kept = dataclasses.replace(
+        MACHINE, host=HostCosts(1e-3, 1e-3, 1e-3, 1e-3), collectives_s={"all_gather": {2: ((1.0, 1e-3),)}}
+    )
+    slower = dataclasses.replace(kept, reached=0.5, correction=0.5)
+    plan = plan_of(16, tp=2, dp_replicate=2, activation_checkpoint="offload")
+    fast, slow = (step_times(plan, work_of(operations, operations), kind, 8) for kind in (kept, slower))
+    for name in ("optimizer_s", "hook_s", "scalars_s"):
+        assert getattr(slow, name) == pytest.approx(4 * getattr(fast, name)) != 0
+    for unit, times in fast.units.items():
+        scaled = [4 * seconds for seconds in dataclasses.astuple(times)]
+        assert dataclasses.astuple(slow.units[unit]) == pytest.approx(scaled)
+    for phase in ("forward", "backward"):
+        scaled = [4 * seconds for seconds in dataclasses.astuple(fast.modules["layers.0"].of(phase))]
+        assert dataclasses.astuple(slow.modules["layers.0"].of(phase)) == pytest.approx(scaled)
+    assert list(slow.offload_s.values()) == pytest.approx([4 * s for s in fast.offload_s.values()])
+    assert slow.slowdown == fast.slowdown
 
 
 @pytest.mark.parametrize("kind", sorted(load_hardware()))

@@ -30,7 +30,8 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     shares += [share for kernel in kind.attention.values() for both in kernel.values() for share in both]
     assert all(0 < share <= 1 for share in shares)
     assert 0 <= kind.network_slowdown <= kind.slowdown < 0.5
-    assert 0 <= kind.reserved_share < 0.5
+    assert 0 <= kind.reserved_share < 0.8
+    assert 0.5 < kind.reached <= 1
     assert kind.network.gb_s < kind.node.gb_s * 8
     assert 0 < kind.node.latency_s < 1e-3
     assert 0 < kind.network.latency_s < 1e-3
