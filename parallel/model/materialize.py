@@ -4,18 +4,17 @@ tensors."""
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.fsdp import copy_shard, free_gathered, names_by_parameter
+from meshwright.parallel.fsdp import copy_shard, free_gathered, local_part, names_by_parameter
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.model.constructor import (
     Build,
@@ -147,6 +146,7 @@ def _initialised(
     else must be written; None: all, with all parameters."""
     model, device = sharded.model, torch.device(sharded.mesh.device_type)
     passes = [initialise] if initialise else [_reset, _of_model(model)]
+    mode = _OnlyOwn(model) if only is None else nullcontext()
     done: set[str] = set()
     finished = [name for unit in sharded.plan.units for name in unit.modules if name]
     for root in (*finished, ""):
@@ -162,26 +162,37 @@ def _initialised(
             for initialiser in passes:
                 for name, module in reversed(modules.items()):  # children first, as their constructors run
                     torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-                    _run_alone(initialiser, module, name, strict=only is None)
+                    _run_alone(initialiser, module, name, mode)
         for tensors in whole.values():
             yield from tensors.keep_shards(None if only is None else empty)
         done.update(modules)
 
 
 class _OnlyOwn(TorchFunctionMode):
-    """Mode in which no shard of another unit gets values that differ by their place: each rank would write
-    the same ones."""
+    """Mode in which no parameter of another unit gets values that differ by their place: each rank would
+    write the same ones into its shard."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._held = set(map(_address, model.parameters()))  # in place of this unit's are whole tensors
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = next(iter((*args, *(kwargs or {}).values())), None)
-        if isinstance(first, DTensor) and BY_PLACE.search(name := getattr(func, "__name__", "")):
+        by_place = BY_PLACE.search(name := getattr(func, "__name__", ""))
+        if by_place and isinstance(first, Tensor) and _address(first) in self._held:
             raise RuntimeError(f"{name} would write a parameter of another unit")
         return func(*args, **(kwargs or {}))
 
 
-def _run_alone(initialiser: Initialiser, module: nn.Module, name: str, strict: bool) -> None:
+def _address(tensor: Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()
+
+
+def _run_alone(
+    initialiser: Initialiser, module: nn.Module, name: str, mode: AbstractContextManager[Any]
+) -> None:
     try:
-        with _OnlyOwn() if strict else nullcontext():
+        with mode:
             initialiser(module)
     except RuntimeError as error:  # it writes what another unit has
         kind = _kind(module)
@@ -326,7 +337,7 @@ def allocate_on(model: nn.Module, device: DeviceLike, of_parameters: DeviceLike)
                 setattr(module, key, kept.get(join(path, key), buffer).to(device))
         for name, tensor in tensors_by_name(model).items():
             if name not in kept:
-                _filled(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+                _filled(local_part(tensor))
     return model
 
 
