@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.compile.apply import apply_compile
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients, apply_fsdp, apply_prefetch, refuse_planned
+from meshwright.parallel.mesh import fsdp_mesh
 from meshwright.parallel.plan.schema import Plan, ShardableModel
 from meshwright.parallel.sharded_model import ShardedModel
 
@@ -74,7 +75,7 @@ def apply_plan(
         apply_activation_offload(model, plan)
     if mesh.get_rank():  # of a head with a bias, for example: once is enough
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    apply_fsdp(model, plan, mesh, gradients, group_timeout)
+    apply_fsdp(model, plan, fsdp_mesh(mesh, plan.mesh), gradients, group_timeout)
     apply_prefetch(model, plan)
     sharded = ShardedModel(model, plan, mesh, gradients)
     sharded.complete_after_backwards()

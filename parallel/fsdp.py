@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.mesh import fsdp_mesh, mesh_of_own_groups
+from meshwright.parallel.mesh import mesh_of_own_groups
 from meshwright.parallel.plan.schema import (
     Plan,
     UnitPlan,
@@ -44,7 +44,8 @@ def apply_fsdp(
     if FSDP2 would only copy its parameters (`leaves_parameters`), the units have none.
     `group_timeout`: of the smaller groups of reshard_after_forward=INT; None: torch's default.
     """
-    data_mesh, ignored = fsdp_mesh(mesh, plan.mesh), _leave(model, plan, mesh)
+    leaves = leaves_parameters(plan)
+    ignored = set(model.parameters()) if leaves else keep_whole(model, plan.unsharded, mesh)
     before = dict(model.named_parameters(remove_duplicate=False))
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     with _same_groups_for_all_units(group_timeout):
@@ -53,7 +54,7 @@ def apply_fsdp(
             of_unit = {parameter for module in modules for parameter in module.parameters()}
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
-                mesh=data_mesh,
+                mesh=mesh,
                 reshard_after_forward=unit.reshard_after_forward,
                 mp_policy=MixedPrecisionPolicy(
                     param_dtype=getattr(torch, unit.param_dtype),
@@ -67,6 +68,7 @@ def apply_fsdp(
             ignored |= of_unit  # those of other modules have the same, which are not sharded twice
             _fsdp_module(model, unit).set_unshard_in_backward(unit.unshard_in_backward)
             for name, module in zip(unit.modules, modules, strict=True):
+                _treat_as_sharded(module)
                 cast = partial(_cast_inputs, getattr(torch, unit.param_dtype), name == plan.modules[0])
                 # not compiled: it runs before the compiled forward, and would be a graph of its own
                 module.register_forward_pre_hook(torch.compiler.disable(cast), with_kwargs=True)
@@ -74,31 +76,28 @@ def apply_fsdp(
                     hook = partial(_gather_for_backward, _fsdp_module(model, unit))
                     module.register_forward_hook(torch.compiler.disable(hook))
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=data_mesh, offload_policy=offload, ignored_params=ignored)
+        fully_shard(model, mesh=mesh, offload_policy=offload, ignored_params=ignored)
     _share_again(model, before)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Reduce by sums. FSDP2 divides by any other factor twice if its group of shards has one rank, and
-            # if that is the only rank it need not be told.
-            if data_mesh.size() > 1:
-                module.set_gradient_divide_factor(1.0)
+            # Reduce by sums. FSDP2 divides by any other factor twice if its group of shards has one rank.
             module.set_force_sum_reduction_for_comms(True)
-            if gradients == "mean_of_ranks":
-                module.set_all_reduce_hook(partial(_divide, data_mesh.size()))
+            if mesh.size() > 1:  # else it would copy the gradients to divide them by one
+                module.set_gradient_divide_factor(1.0)
+                if gradients == "mean_of_ranks":
+                    module.set_all_reduce_hook(partial(_divide, mesh.size()))
             if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
                 # else the ranks' different parameters are added, if they use others of one unit
                 module.set_reduce_scatter_unused_params(True, recurse=False)
     model.register_forward_hook(_free_without_backward)
 
 
-def _leave(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Return the parameters that FSDP2 leaves alone: those that the plan does not shard, or all."""
-    if not leaves_parameters(plan):
-        return keep_whole(model, plan.unsharded, fsdp_mesh(mesh, plan.mesh))
-    if plan.mesh.tp > 1:  # optimizers need DTensors beside those that are split
-        named = model.named_parameters(remove_duplicate=False)
-        keep_whole(model, [name for name, p in named if not isinstance(p, DTensor)], mesh["tp"])
-    return set(model.parameters())
+def _treat_as_sharded(module: nn.Module) -> None:
+    """Let dynamo compile modules without parameters of FSDP2's as `fully_shard` lets it compile others: with
+    numbers that may differ between blocks, for example."""
+    part: Any
+    for part in module.modules():
+        part._is_fsdp_managed_module = part._fsdp_use_orig_params = True
 
 
 def refuse_planned(model: nn.Module) -> None:
@@ -117,7 +116,7 @@ def _gather_for_backward(unit: FSDPModule, _: nn.Module, _inputs: Any, outputs: 
 
     def gather(_gradient: Tensor) -> None:
         state._register_root_post_backward_final_callback()  # reduces the gradients, also of this unit alone
-        if state._fsdp_param_group:  # None without parameters of its own
+        if state._fsdp_param_group:  # None if FSDP2 leaves all parameters of the unit alone
             state._fsdp_param_group.pre_backward(default_prefetch=False)
 
     for tensor in tree_leaves(outputs):
@@ -287,7 +286,7 @@ def copy_shard(parameter: Tensor, value: Tensor) -> None:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return a parameter or gradient whole, on every rank, differentiable. A collective if it is sharded: all
-    its ranks call it. One data-parallel rank has plain tensors, without DTensor's method of this name."""
+    its ranks call it. On one rank parameters may be plain tensors, without DTensor's method of this name."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

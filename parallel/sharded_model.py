@@ -18,7 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.compile.stats import of_evaluation
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.fsdp import Gradients, free_gathered, local_part, set_last_micro_batch
+from meshwright.parallel.fsdp import (
+    Gradients,
+    free_gathered,
+    local_part,
+    parameters_by_module,
+    set_last_micro_batch,
+)
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
 from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan, leaves_parameters
@@ -96,7 +102,7 @@ class ShardedModel:
         """`micro_batches` without divisors: yield each micro batch of an optimizer step."""
         self.settle()
         left = any(parameter.grad is not None for parameter in self.model.parameters())
-        if not batches or (left and self.plan.unsharded):
+        if not batches or (left and self.whole_parameters()):
             raise PlanError(
                 "micro_batches: there are gradients of an earlier step, which would be reduced twice: call "
                 "zero_grad() after each step"
@@ -160,11 +166,16 @@ class ShardedModel:
                 self._backwards.watched.add(parameter)
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the plan does not shard, by name."""
-        if not self.plan.unsharded:
+        """Return the parameters that the plan does not shard beside those that FSDP2 does, by name."""
+        if not self.plan.unsharded or leaves_parameters(self.plan):
             return {}
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         return {name: parameters[name] for name in self.plan.unsharded}
+
+    @cached_property
+    def _parameters_of_units(self) -> list[list[nn.Parameter]]:
+        of = parameters_by_module(self.model, self.plan.modules)
+        return [[p for name in unit.modules for p in of[name].values()] for unit in self.plan.units]
 
     def _refuse_failed(self) -> None:
         if self._backwards.running:
@@ -172,8 +183,8 @@ class ShardedModel:
 
     def complete_gradients(self) -> None:
         """Finish what FSDP2 has not after the last backward of a step: the gradients of unsharded parameters,
-        equal copies on all tp ranks, and of parameters that it leaves alone zeros for unused ones and sums
-        over tp."""
+        equal copies on all tp ranks, and if it leaves parameters alone zeros for unused ones beside used ones
+        of a unit."""
         self._refuse_failed()
         for parameter in dict.fromkeys(self.whole_parameters().values()):
             if isinstance(parameter, DTensor) and parameter.requires_grad:
@@ -184,13 +195,12 @@ class ShardedModel:
                 if self.gradients == "mean_of_ranks":
                     local_part(grad).div_(dist.get_world_size(self.data_group))
                 parameter.grad = grad
-        if leaves_parameters(self.plan):
-            for parameter in self.model.parameters():
-                if parameter.requires_grad and parameter.grad is None and UNUSED_GET_ZEROS:
-                    parameter.grad = torch.zeros_like(parameter)
-                elif isinstance(parameter.grad, DTensor):
-                    left: Any = parameter  # its gradient may be a share of the tokens or heads
-                    parameter.grad = parameter.grad.redistribute(placements=left.placements)
+        if leaves_parameters(self.plan) and UNUSED_GET_ZEROS:
+            for parameters in self._parameters_of_units:
+                if any(parameter.grad is not None for parameter in parameters):
+                    for parameter in parameters:
+                        if parameter.requires_grad and parameter.grad is None:
+                            parameter.grad = torch.zeros_like(parameter)
         if self.plan.mesh.tp > 1:
             grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             self._copy_over_tp([local_part(grad) for grad in grads if not is_split(grad, "tp")])
@@ -228,16 +238,16 @@ class _Backwards:
         own callback."""
         state: Any = unit._get_fsdp_state()
         model, plan = sharded.model, sharded.plan
-        leaves = leaves_parameters(plan)
-        by_sums = plan.mesh.tp > 1 or (plan.unsharded and not leaves)  # of this backward's gradients alone
-        complete = sharded.complete_gradients if by_sums or leaves else None
+        # over ranks after the backward, of its gradients alone
+        sums = plan.mesh.tp > 1 or bool(sharded.whole_parameters())
+        complete = sharded.complete_gradients if sums or leaves_parameters(plan) else None
         queue_callback_of_fsdp = state._register_root_post_backward_final_callback
 
         def begin() -> None:
             queue_callback_of_fsdp()
             if not self.running:  # not yet begun at another unit
                 self.running = True
-                if by_sums and not self.paused:
+                if sums and not self.paused:
                     maybe = dict.fromkeys((*self.completed, *sharded.whole_parameters().values()))
                     self.earlier = {p: p.grad for p in maybe if p.grad is not None}
                 for parameter in self.earlier:

@@ -308,11 +308,11 @@ def reduced_in(unit: UnitPlan, plan: Plan) -> Dtype:
 
 
 def leaves_parameters(plan: Plan) -> bool:
-    """Whether FSDP2 leaves all parameters to their modules: one data-parallel rank has nothing to shard or
-    reduce, and if parameters and gradients are used on the device and in the dtype in which they are stored,
-    FSDP2 would only copy them."""
+    """Whether FSDP2 leaves all parameters to their modules: one rank has nothing to shard or reduce, and if
+    parameters and gradients are used on the device and in the dtype in which they are stored, FSDP2 would
+    only copy them. Ranks of tp keep it: it makes DTensors of all parameters and sums gradients over tp."""
     return (
-        plan.mesh.data_parallel * plan.mesh.cp == 1
+        plan.mesh.world_size == 1
         and not plan.cpu_offload
         and all(unit.param_dtype == plan.storage_dtype == reduced_in(unit, plan) for unit in plan.units)
     )

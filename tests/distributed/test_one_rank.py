@@ -1,4 +1,4 @@
-"""One data-parallel rank: parameters that FSDP2 leaves alone train as those that it copies, to the bit."""
+"""One rank: parameters that FSDP2 leaves alone train as those that it copies, to the bit."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from tests.support.sharded import random_batches, sharded_alone
 BFLOAT16 = ["--parallel.param_dtype=bfloat16", "--parallel.storage_dtype=bfloat16"]
 OFFLOAD = "--parallel.cpu_offload=true"  # FSDP2 then gathers and reduces, with one rank too
 CASES = {
+    "accumulated": ["--train.micro_batch_size=1"],
     "summed": ["--train.micro_batch_size=1", "--parallel.reduce_gradients=last_micro_batch"],
-    "last micro batch": ["--train.micro_batch_size=1", "--parallel.reduce_gradients=last_micro_batch"],
     "bfloat16": [*BFLOAT16, "--parallel.activation_checkpoint=full"],
     "float8": [
         *BFLOAT16,
@@ -29,7 +29,7 @@ CASES = {
 
 
 def trained(arguments: list[str], steps: int = 3) -> tuple[bool, dict[str, Any]]:
-    """Whether FSDP2 left the parameters alone; and norms, losses, parameters and moments after some steps."""
+    """Whether FSDP2 left the parameters alone; gradient norms, parameters and moments after some steps."""
     with sharded_alone([*TINY, *EAGER, *arguments]) as run:
         results = [
             train_step(run.sharded, run.optimizer, random_batches(run), 0.1, loss_of_forward)
@@ -39,7 +39,7 @@ def trained(arguments: list[str], steps: int = 3) -> tuple[bool, dict[str, Any]]
         for name, parameter in run.model.named_parameters():
             for key, value in run.optimizer.state.get(parameter, {}).items():
                 values[f"{name}.{key}"] = full_tensor(torch.as_tensor(value)).clone()
-        values |= {f"{key} {i}": getattr(r, key) for i, r in enumerate(results) for key in ("grad_norm",)}
+        values |= {f"norm {i}": result.grad_norm for i, result in enumerate(results)}
         return leaves_parameters(run.plan), values
 
 

@@ -15,14 +15,7 @@ from torch.distributed.tensor import Replicate
 
 from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
-from meshwright.parallel.plan.schema import (
-    MicroBatch,
-    Plan,
-    UnitPlan,
-    find_style,
-    leaves_parameters,
-    sums_whole_gradients,
-)
+from meshwright.parallel.plan.schema import MicroBatch, Plan, UnitPlan, find_style, sums_whole_gradients
 from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
 from meshwright.parallel.planner.walk import StepSink, StepWalk
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
@@ -159,30 +152,20 @@ class TrafficSink(StepSink):
                 size = operation.bytes.at(self._plan.micro_batch_size)
                 self.sent.append((operation.name, operation.axis, size))
 
-    def sum(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
-        """Sum gradients over tp that FSDP2 will not reduce."""
-        if leaves_parameters(self._plan) and micro_batch.last:
-            self._sum_over_tp(unit)
-
     def reduce(self, unit: UnitPlan, micro_batch: MicroBatch) -> None:
-        """Reduce a unit's gradients."""
-        trained = self._sum_over_tp(unit)
-        values = [self._padded(parameter) for parameter in trained]
-        if trained and self._mesh.shards > 1:
-            self._send("reduce_scatter", "dp_shard", values, unit.reduce_dtype)
-        if trained and self._mesh.dp_replicate > 1 and micro_batch.last:
-            self._send("all_reduce", "dp_replicate", [sum(values) // self._mesh.shards], unit.reduce_dtype)
-
-    def _sum_over_tp(self, unit: UnitPlan) -> list[nn.Parameter]:
-        """Sum the gradients of norms over tp, of which each rank has that of its heads, or with sequence
-        parallelism of its tokens. Returns the unit's trained parameters."""
+        """Reduce a unit's gradients. Those of norms are summed over tp before: each tp rank has the gradient
+        of its heads, or with sequence parallelism of its tokens."""
         trained = {p: style for p, style in self._parameters[unit.name].items() if p.requires_grad}
         partial = ("per_head", *(SEQUENCE_STYLES if self._plan.tensor.sequence_parallel else ()))
         dtype = unit.reduce_dtype if sums_whole_gradients(unit, self._plan) else unit.param_dtype
         for parameter, style in trained.items():
             if style in partial:
                 self._send("all_reduce", "tp", [parameter.numel()], dtype)
-        return list(trained)
+        values = [self._padded(parameter) for parameter in trained]
+        if trained and self._mesh.shards > 1:
+            self._send("reduce_scatter", "dp_shard", values, unit.reduce_dtype)
+        if trained and self._mesh.dp_replicate > 1 and micro_batch.last:
+            self._send("all_reduce", "dp_replicate", [sum(values) // self._mesh.shards], unit.reduce_dtype)
 
     def _send(self, op: str, axis: str, values: Iterable[int], dtype: str) -> None:
         self.sent.append((op, axis, sum(values) * DTYPE_BYTES[dtype]))
