@@ -22,7 +22,15 @@ from meshwright.parallel.compile.apply import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.checkpoint.convert import imported_config
-from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, new_parser, positive, run_tool
+from meshwright.tools.cli import (
+    EXIT_INTERRUPTED,
+    format_table,
+    natural,
+    new_parser,
+    parse_with_keys,
+    positive,
+    run_tool,
+)
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.run_reader import value_text
 from meshwright.train.checkpoint.commit import find_newest
@@ -47,7 +55,6 @@ from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
 from meshwright.train.training import shard_model
 
-PROG = "tools.eval"
 DESCRIPTION = """examples:
   python -m tools.eval runs/NAME                        the run's evaluation sets
   python -m tools.eval runs/NAME --data books/ --json   other text
@@ -95,7 +102,7 @@ class EvalTarget:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate a model, and end the process with an exit code."""
-    options, overrides = make_parser().parse_known_args(arguments)
+    options, overrides = parse_with_keys(make_parser(), arguments)
     ranks = ALONE
     try:
         ranks = read_rank_info()

@@ -26,10 +26,10 @@ from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, sim
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,
-    config_arguments,
     format_table,
     natural,
     new_parser,
+    parse_with_keys,
     positive,
     run_tool,
 )
@@ -42,7 +42,6 @@ from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.training import Training, fill_training, shard_model
 
-PROG = "tools.simulate"
 FIRST = 24  # collectives shown without --all
 DESCRIPTION = """examples:
   python -m tools.simulate --config llama_8b.yaml --world-size 64
@@ -62,8 +61,8 @@ NO_BUDGET = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse arguments, simulate, print. Raises ConfigError and PlanError."""
-    options, keys = make_parser().parse_known_args(arguments)
-    config = parse_config(config_arguments(options, keys, PROG))
+    options, of_config = parse_with_keys(make_parser(), arguments)
+    config = parse_config(of_config)
     if not options.rank < options.world_size:
         raise ConfigError(f"--rank={options.rank} must be less than --world-size={options.world_size}")
     plan = plan_run(config.job, options.world_size, options.gpus_per_node)
