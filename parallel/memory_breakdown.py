@@ -37,7 +37,6 @@ class MemoryBreakdown:
 
     @functools.cached_property
     def total(self) -> int:
-        """The sum of all kinds."""
         return (
             self.params
             + self.grads
@@ -49,7 +48,6 @@ class MemoryBreakdown:
         )
 
     def gib(self) -> dict[str, float]:
-        """Return GiB by kind."""
         return {kind: size / GIB for kind, size in dataclasses.asdict(self).items()}
 
 

@@ -71,7 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
     parser = new_parser("check", "--model.factory MODULE:FUNCTION", DESCRIPTION)
     add = parser.add_argument
     add(

@@ -57,7 +57,6 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_node_option(parser: argparse.ArgumentParser) -> None:
-    """Add --gpus-per-node."""
     text = "processes per node, one per GPU (default 8, at most all), on which strategies depend"
     parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help=text)
 

@@ -119,7 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's options."""
     parser = new_parser("eval", "CHECKPOINT_OR_RUN_OR_HF_DIR", DESCRIPTION, CONFIG_KEYS)
     add = parser.add_argument
     model = "a checkpoint, a run (its newest), or a Hugging Face folder, of a Llama or with --model.factory"

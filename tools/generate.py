@@ -75,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's options."""
     parser = new_parser("generate", "--run RUN_OR_CHECKPOINT", DESCRIPTION)
     add = parser.add_argument
     run = (
@@ -101,7 +100,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--tokenizer` of `find_model_tokenizer`."""
     tokenizer = (
         "a tokenizer.json or its folder; auto, the default, is the tokenizer in the folder of the "
         "weights, or else that of the run's data"

@@ -74,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's options; config keys are parsed separately."""
     parser = new_parser("simulate", "--config X --world-size N [--section.key=value ...]", DESCRIPTION)
     add_config_option(parser)
     parser.add_argument(

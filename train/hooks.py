@@ -69,7 +69,6 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
         return math.exp(min(self.loss, 700.0))  # a larger exponent overflows float64
 
     @property
@@ -82,9 +81,8 @@ class Score:
 
 def mean_loss(scores: Mapping[str, Score]) -> float:
     """Mean loss over the tokens of all sets, in nats."""
-    return sum(score.nats for score in scores.values()) / max(
-        1, sum(score.tokens for score in scores.values())
-    )
+    tokens = sum(score.tokens for score in scores.values())
+    return sum(score.nats for score in scores.values()) / max(1, tokens)
 
 
 def is_due(every: int, step: int, last: bool) -> bool:

@@ -84,7 +84,6 @@ class MeshPlan:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return self.dp_replicate * self.shards * self.tp
 
     @property

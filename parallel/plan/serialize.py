@@ -40,7 +40,6 @@ def _plain(value: Plan | UnitPlan) -> dict[str, Any]:
 
 
 def plan_to_yaml(plan: Plan) -> str:
-    """Return the text of the plan file."""
     return to_yaml(plan_to_dict(plan))
 
 

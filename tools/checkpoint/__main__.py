@@ -98,7 +98,6 @@ def _convert(options: argparse.Namespace, source: Path, out: Path) -> Path:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser with the subcommands and their options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.checkpoint",
         usage=f"python -m tools.checkpoint {'|'.join(COMMANDS)} ...",

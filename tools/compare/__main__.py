@@ -63,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
     parser = new_parser("compare", "RUN RUN [RUN ...]", EXAMPLES, EXIT_CODES)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, also of one in progress")

@@ -77,7 +77,6 @@ def look(run_dir: Path) -> Facts:
 
 
 def gib(size_bytes: int) -> float:
-    """Return bytes in GiB."""
     return round(size_bytes / GIB, 4)
 
 

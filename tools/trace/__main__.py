@@ -59,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
     parser = new_parser("trace", "RUN", DESCRIPTION)
     add = parser.add_argument
     add("path", metavar="RUN", help="folder of a run or of a profile in it, or one trace (.json, .json.gz)")

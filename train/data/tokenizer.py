@@ -27,15 +27,9 @@ FILE_BYTES = 2**28  # limit of a tokenizer.json; those with a quarter of a milli
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The properties of a tokenizer that are stored with the data made with it.
-
-    Args:
-        name: bytes, or the name of the folder of its tokenizer.json
-        sha256: of tokenizer.json; "" for bytes
-        vocab_size: largest id + 1
-        bos: id in front of each document, or None
-        eos: id after each document
-    """
+    """The properties of a tokenizer that are stored with the data made with it. `name`: bytes, or that of the
+    folder of its tokenizer.json; `sha256`: of this file, "" for bytes; `vocab_size`: the largest id + 1;
+    `bos`, `eos`: the ids in front of each document (None: none) and after it."""
 
     name: str
     sha256: str
