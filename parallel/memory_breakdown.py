@@ -37,15 +37,8 @@ class MemoryBreakdown:
 
     @functools.cached_property
     def total(self) -> int:
-        return (
-            self.params
-            + self.grads
-            + self.optimizer
-            + self.unsharded
-            + self.activations
-            + self.logits
-            + self.buffers
-        )
+        state = self.params + self.grads + self.optimizer + self.unsharded
+        return state + self.activations + self.logits + self.buffers
 
     def gib(self) -> dict[str, float]:
         return {kind: size / GIB for kind, size in dataclasses.asdict(self).items()}

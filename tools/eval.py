@@ -70,24 +70,14 @@ CONFIG_KEYS = """Config keys of train.main, such as --data.text_field, --data.pa
 FIGURES = ("loss", "perplexity", "bits_per_byte", "tokens")  # of a set, for --json
 # The parallelism of the run does not matter for its evaluation: the model is sharded over the processes of
 # this tool, and keys that only training needs are reset.
+OF_PARALLEL = (
+    "plan=manual strategy=null dp_replicate=auto dp_shard=auto cp=auto cp_exchange=auto tp=auto "
+    "reshard_after_forward=auto activation_checkpoint=none activation_checkpoint_blocks=auto async_tp=false "
+    "float8.all_gather=false unit_min_params=0"
+)
 RESET_KEYS = (
-    "--run.device=auto",
-    "--parallel.plan=manual",
-    "--parallel.strategy=null",
-    "--parallel.dp_replicate=auto",
-    "--parallel.dp_shard=auto",
-    "--parallel.cp=auto",
-    "--parallel.cp_exchange=auto",
-    "--parallel.tp=auto",
-    "--parallel.reshard_after_forward=auto",
-    "--parallel.activation_checkpoint=none",
-    "--parallel.activation_checkpoint_blocks=auto",
-    "--parallel.async_tp=false",
-    "--parallel.float8.all_gather=false",
-    "--parallel.unit_min_params=0",
-    "--train.global_batch_size=-1",
-    "--train.micro_batch_size=1",
-    "--train.freeze=[]",
+    *(f"--parallel.{setting}" for setting in OF_PARALLEL.split()),
+    *("--run.device=auto", "--train.global_batch_size=-1", "--train.freeze=[]"),
 )
 
 
@@ -132,12 +122,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_tokenizer_option(parser)
     sequences = "evaluate the first N sequences of each set; 0, the default, evaluates all"
     add("--sequences", type=natural, default=0, metavar="N", help=sequences)
-    add(
-        "--seq_len",
-        type=positive,
-        metavar="T",
-        help="tokens of a sequence (default: the run's train.seq_len)",
-    )
+    seq_len = "tokens of a sequence (default: the run's train.seq_len)"
+    add("--seq_len", type=positive, metavar="T", help=seq_len)
     micro_batch = "sequences per process and forward (default 1)"
     add("--micro_batch_size", type=positive, default=1, metavar="B", help=micro_batch)
     add("--json", action="store_true", help="print one JSON document")
@@ -207,9 +193,8 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
         tokenizer = find_model_tokenizer(folder, config.data, options.tokenizer)
         data = with_tokenizer(config.data, tokenizer)
         if options.data:
-            data = dataclasses.replace(
-                data, source=options.data, mixture={}, validation={}, eval_fraction=0.0
-            )
+            no_others = {"mixture": {}, "validation": {}, "eval_fraction": 0.0}
+            data = dataclasses.replace(data, source=options.data, **no_others)
         config = dataclasses.replace(config, data=data)
     return EvalTarget(folder, config, weights)
 

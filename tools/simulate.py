@@ -75,24 +75,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = new_parser("simulate", "--config X --world-size N [--section.key=value ...]", DESCRIPTION)
+    add = parser.add_argument
     add_config_option(parser)
-    parser.add_argument(
-        "--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU"
-    )
+    add("--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU")
     add_node_option(parser)
-    parser.add_argument(
-        "--rank", type=natural, default=0, metavar="R", help="the rank to simulate (default 0)"
+    add("--rank", type=natural, default=0, metavar="R", help="the rank to simulate (default 0)")
+    add("--all", action="store_true", help=f"show every collective, not only the first {FIRST}")
+    document = (
+        "print one JSON document: collectives in order {op, axis, unit, phase, bytes}, totals per op and "
+        "axis {count, bytes}, memory by kind in GiB (the maximum of each during the step), peak_memory_gib, "
+        "memory_at_peak, host_memory_gib"
     )
-    parser.add_argument(
-        "--all", action="store_true", help=f"show every collective, not only the first {FIRST}"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document: collectives in order {op, axis, unit, "
-        "phase, bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the maximum of each "
-        "during the step), peak_memory_gib, memory_at_peak, host_memory_gib",
-    )
+    add("--json", action="store_true", help=document)
     return parser
 
 
@@ -114,13 +108,8 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         tokens = torch.zeros(plan.micro_batch_size, job.seq_len, dtype=torch.int64)
         # one document per sequence, which has the most attention blocks
         first = tokens.clone() if job.document_mask else None
-        shape = make_batch_shape(plan, sharded[0].mesh)
-        training[0].step(
-            [
-                shape.local_tokens(Batch(tokens.clone(), tokens.clone(), first))
-                for _ in range(plan.accumulation)
-            ]
-        )
+        batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
+        training[0].step([*map(make_batch_shape(plan, sharded[0].mesh).local_tokens, batches)])
 
     return simulate(plan, TrainingCode(shard, fill, step, model_of(job.model).logits), rank)
 

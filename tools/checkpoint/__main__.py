@@ -38,10 +38,7 @@ COMMANDS = {
     ),
     "export": (
         NEWEST,
-        (
-            "OUT",
-            "the folder to write, in Hugging Face's form; or FILE.safetensors, with the model's own names",
-        ),
+        ("OUT", "the folder to write, in Hugging Face's form; or FILE.safetensors, with the model's names"),
     ),
 }
 
