@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +21,7 @@ from meshwright.parallel.compile.apply import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.checkpoint.convert import imported_config
-from meshwright.tools.cli import (
-    EXIT_INTERRUPTED,
-    format_table,
-    natural,
-    new_parser,
-    parse_with_keys,
-    positive,
-    run_tool,
-)
+from meshwright.tools.cli import format_table, natural, new_parser, parse_with_keys, positive, run_tool
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.run_reader import value_text
 from meshwright.train.checkpoint.commit import find_newest
@@ -45,12 +36,12 @@ from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
 from meshwright.train.data.training_data import make_batch_shape
-from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, print_user_error
 from meshwright.train.distributed.process_group import choose_device, group_timeout, start_process
-from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
-from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.evaluation import score_sets
 from meshwright.train.hooks import Score
+from meshwright.train.main import end_with
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
 from meshwright.train.training import shard_model
@@ -93,19 +84,7 @@ class EvalTarget:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate a model, and end the process with an exit code."""
     options, overrides = parse_with_keys(make_parser(), arguments)
-    ranks = ALONE
-    try:
-        ranks = read_rank_info()
-        evaluate_model(options, overrides, ranks)
-    except USER_ERRORS as error:
-        print_user_error(ranks, f"{type(error).__name__}: {error}")
-        exit_process(ranks, EXIT_USER_ERROR, error)
-    except KeyboardInterrupt:
-        exit_process(ranks, EXIT_INTERRUPTED)
-    except Exception as error:
-        traceback.print_exc()
-        exit_process(ranks, EXIT_FAILED, error)
-    exit_process(ranks, 0)
+    end_with(lambda ranks: evaluate_model(options, overrides, ranks))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -130,8 +109,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks: RankInfo) -> None:
-    """Find, load and evaluate the model, and print the scores. Raises the classes of
+def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks: RankInfo) -> int:
+    """Find, load and evaluate the model, print the scores, and return the exit code. Raises the classes of
     train.errors.USER_ERRORS."""
     target = find_target(options, overrides)
     config = target.config
@@ -163,6 +142,7 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
         }
         print(json.dumps(figures, indent=2) if options.json else to_text(scores), flush=True)
     dist.destroy_process_group()
+    return 0
 
 
 def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTarget:

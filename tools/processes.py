@@ -60,10 +60,7 @@ def own_environment() -> dict[str, str]:
 
 
 def run_to_end(
-    command: Sequence[str] | str,
-    environment: dict[str, str],
-    log: Path,
-    while_running: Callable[[], None],
+    command: Sequence[str] | str, environment: dict[str, str], log: Path, while_running: Callable[[], None]
 ) -> None:
     """Run a command (a string: in a shell), write its output to `log`, call `while_running` every POLL_S.
 

@@ -63,14 +63,8 @@ class ProfileAnalysis:
 def analyze_profile(
     traces: Mapping[int, Path], shown: int, on_event: Callable[[dict[str, Any]], None] | None = None
 ) -> ProfileAnalysis:
-    """Read the traces, one after the other, and analyze them.
-
-    Args:
-        shown: the rank whose step is analyzed
-        on_event: called with every event of that rank
-
-    Raises DataError.
-    """
+    """Read the traces, one after the other, and analyze the step of the rank `shown`. `on_event`: called with
+    every event of that rank. Raises DataError."""
     if shown not in traces:
         raise DataError(f"--rank={shown} was not profiled: use one of {', '.join(map(str, traces))}")
     path = traces[shown]

@@ -294,11 +294,8 @@ def _find_token(
     ids: dict[str, int], key: str, requested: str, configured: str | None, names: Sequence[str], path: Path
 ) -> int | None:
     """The id of the requested token; auto: that of tokenizer_config.json or the first known name, or None."""
-    token = (
-        requested
-        if requested != "auto"
-        else configured or next((name for name in names if name in ids), None)
-    )
+    token = configured or next((name for name in names if name in ids), None)
+    token = token if requested == "auto" else requested
     if token is not None and token not in ids:
         raise DataError(
             f"data.{key}={one_line(token, 80)} is not a token of {path}: use a token of its vocabulary"

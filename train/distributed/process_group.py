@@ -40,14 +40,11 @@ def choose_device(config: RunConfig, ranks: RankInfo) -> tuple[torch.device, str
 
 
 def gpu_index(requested: str, gpus: int, ranks: RankInfo, visible: str | None) -> int | None:
-    """Return the index of the GPU of this process, None for the CPU. Raises PlanError.
+    """Return the index of the GPU of this process, which sees so many `gpus`; None for the CPU. `requested`:
+    run.device. Raises PlanError.
 
     One GPU in `visible`, the value of CUDA_VISIBLE_DEVICES, is this process's own: srun --gpus-per-task and
     Ray give each process one. If the user gave the same one to all, `compare_processes` finds it.
-
-    Args:
-        requested: run.device
-        gpus: the number of GPUs that this process sees
     """
     if requested == "cpu" or (requested == "auto" and not gpus):
         return None
