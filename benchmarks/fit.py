@@ -1,5 +1,6 @@
 """Fit the constants of the published runs' machines that no source tells, all together, and measure what the
-fit is worth: errors on the rows that it saw, and on rows and sources that it did not see.
+fit is worth: errors on the rows that it saw, and on rows and sources that it did not see. The runs of this
+project's own H200 are a source to which nothing is fitted.
 
 Every other number of those machines has a source of its own in configs/hardware. A fit minimizes the squared
 logarithms of predicted / measured tokens per second (Gauss-Newton). Each constant starts from a published
@@ -7,6 +8,7 @@ value or an estimate; a weak prior keeps it there if the rows do not determine i
 """
 
 import argparse
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +19,16 @@ import numpy as np
 
 from benchmarks.published import (
     MEMORY_OF,
+    OWN_KIND,
     PublishedRun,
+    own_runs,
+    predict_own_tokens_per_s,
     predict_reserved_gib,
     predict_tokens_per_s,
     published_rows,
 )
-from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
+from benchmarks.support.harness import RECORDS, BenchResult, Measurement, run_benchmark
+from meshwright.parallel.planner.accuracy import CPU, ERRORS_FILE, MEMORY, ONE_GPU, UNSEEN, kind_of_run
 from meshwright.parallel.planner.hardware import COLLECTIVES, Hardware, load_hardware
 from meshwright.tools.cli import format_table
 
@@ -156,6 +162,7 @@ class FitReport:
         seen: errors on the rows that were fitted
         left_out: error on each row by a fit to the others
         left_out_source: by source, the errors on its rows by a fit to the other sources
+        own: errors on the runs of `own_runs`
     """
 
     values: tuple[float, ...]
@@ -164,6 +171,7 @@ class FitReport:
     seen: Errors
     left_out: Errors
     left_out_source: Mapping[str, Errors]
+    own: Errors
 
 
 def report_fit(rows: Sequence[PublishedRun], kinds: Kinds) -> FitReport:
@@ -184,6 +192,7 @@ def report_fit(rows: Sequence[PublishedRun], kinds: Kinds) -> FitReport:
         )
         for source in sources
     }
+    own = [predict_own_tokens_per_s(case, kinds[OWN_KIND]) / rate - 1 for case, rate in own_runs().items()]
     return FitReport(
         tuple(values),
         fit_reserved(rows, kinds),
@@ -191,6 +200,7 @@ def report_fit(rows: Sequence[PublishedRun], kinds: Kinds) -> FitReport:
         errors(rows, values),
         Errors(tuple(left_out)),
         by_source,
+        Errors(tuple(own)),
     )
 
 
@@ -202,12 +212,7 @@ def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
     ]
     reserved = f"{report.reserved_share:.3g}"
     constants.append(("memory reserved beyond the pools", "0", reserved, _places(RESERVED)))
-    groups = {
-        "nothing fitted": report.unfitted,
-        "seen: fitted to all rows": report.seen,
-        "unseen: each row by a fit to the others": report.left_out,
-        **{f"unseen: {name} by a fit to the rest": each for name, each in report.left_out_source.items()},
-    }
+    groups = error_groups(report, rows)
     cells = [
         (name, str(len(e.values)), f"{e.mean:.1%}", f"{e.worst:.1%}", f"{low:+.1%} to {high:+.1%}")
         for name, e in groups.items()
@@ -216,6 +221,9 @@ def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
     by_row = [
         (row.name, f"{seen:+.1%}", f"{unseen:+.1%}")
         for row, seen, unseen in zip(rows, report.seen.values, report.left_out.values, strict=True)
+    ]
+    by_row += [
+        (f"own H200, {case}", "-", f"{e:+.1%}") for case, e in zip(own_runs(), report.own.values, strict=True)
     ]
     return "\n\n".join(
         [
@@ -226,14 +234,28 @@ def fit_text(report: FitReport, rows: Sequence[PublishedRun]) -> str:
     )
 
 
+def error_groups(report: FitReport, rows: Sequence[PublishedRun]) -> dict[str, Errors]:
+    """Return the errors by what was fitted and what was tested: of all rows, and of each source."""
+    groups = {"own H200, nothing fitted": report.own, "nothing fitted": report.unfitted}
+    for name, errors in (
+        ("seen: fitted to all rows", report.seen),
+        ("unseen: each row by a fit to the others", report.left_out),
+    ):
+        groups[name] = errors
+        for source in report.left_out_source:
+            of_source = (e for e, row in zip(errors.values, rows, strict=True) if row.framework == source)
+            groups[f"- {source}, {name}"] = Errors(tuple(of_source))
+    for source, errors in report.left_out_source.items():
+        groups[f"unseen: {source} by a fit to the rest"] = errors
+    return groups
+
+
 def _places(keys: Mapping[str, str]) -> str:
     return ", ".join(f"{kind}.yaml: {key}" for kind, key in keys.items())
 
 
 def fit_figures(report: FitReport, rows: Sequence[PublishedRun]) -> dict[str, Any]:
     """Return the report as plain data."""
-    groups = {"unfitted": report.unfitted, "seen": report.seen, "left_out": report.left_out}
-    groups |= {f"left_out_{source}": errors for source, errors in report.left_out_source.items()}
     return {
         "constants": {
             constant.name: {"value": value, "start": constant.start, "keys": dict(constant.keys)}
@@ -243,21 +265,84 @@ def fit_figures(report: FitReport, rows: Sequence[PublishedRun]) -> dict[str, An
         "rows": [row.name for row in rows],
         **{
             name: {"errors": e.values, "mean": e.mean, "worst": e.worst, "interval_90": e.interval}
-            for name, e in groups.items()
+            for name, e in error_groups(report, rows).items()
         },
     }
 
 
+# What a user predicts such machines with, who knows their data sheets.
+DATA_SHEETS = {"torchtitan": "h100-sxm", "KempnerForge": "h200"}
+
+
+def reached_shares(rows: Sequence[PublishedRun], kinds: Kinds) -> dict[PublishedRun, float]:
+    """Return the measured speed of each run as a share of the bound by the data sheet of its machine."""
+    bounds = {name: replace(kinds[name], reached=1.0) for name in DATA_SHEETS.values()}
+    return {
+        row: row.tokens_per_s_per_gpu / predict_tokens_per_s(row, bounds[DATA_SHEETS[row.framework]])
+        for row in rows
+    }
+
+
+def carried_errors(report: FitReport, rows: Sequence[PublishedRun], kinds: Kinds) -> dict[str, Errors]:
+    """Return the errors that predictions carry, by the kind of run: of CPUs as recorded last; of one GPU on
+    our own; of several GPUs on each published run by a fit to the others; and on clusters of which no run was
+    seen by their data sheets, with the share that the other runs on such machines reached."""
+    errors: dict[str, list[float]] = {}
+    recorded = max(RECORDS.glob("*-predictions.json")).read_text(encoding="utf-8")
+    errors[CPU] = [row["error"] for row in json.loads(recorded)["figures"]["rows"]]
+    errors[ONE_GPU] = [*report.own.values]
+    clusters = [(row, e) for row, e in zip(rows, report.left_out.values, strict=True) if row.n_gpus > 1]
+    for row, error in clusters:
+        errors.setdefault(kind_of_run(0, row.n_gpus, row.gpus_per_node), []).append(error)
+    shares = reached_shares([row for row, _ in clusters], kinds)
+    for row, share in shares.items():
+        others = [s for other, s in shares.items() if other.framework == row.framework and other != row]
+        known = kinds[DATA_SHEETS[row.framework]].reached == 1.0
+        expected = 1.0 if known else statistics.median(others)
+        errors.setdefault(UNSEEN, []).append(expected / share - 1)
+    torchtitan = replace(kinds[TORCHTITAN], reserved_share=report.reserved_share)
+    errors[MEMORY] = [
+        predict_reserved_gib(row, torchtitan) / row.peak_memory_gib - 1
+        for row in rows
+        if row.peak_memory_gib and row.framework in MEMORY_OF
+    ]
+    return {kind: Errors(tuple(values)) for kind, values in errors.items()}
+
+
+def errors_table(errors: Mapping[str, Errors]) -> str:
+    """Return the text of configs/hardware/errors.csv."""
+    lines = (
+        f"{kind},{len(e.values)},{e.mean:.3f},{min(e.values):.3f},{max(e.values):.3f}\n"
+        for kind, e in errors.items()
+    )
+    return "rows,runs,mean,lowest,highest\n" + "".join(lines)
+
+
 def fit_published(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Fit the constants to all published runs."""
-    rows = published_rows()
-    report = report_fit(rows, load_hardware())
-    return BenchResult(None, fit_figures(report, rows), fit_text(report, rows))
+    rows, kinds = published_rows(), load_hardware()
+    report = report_fit(rows, kinds)
+    table = errors_table(carried_errors(report, rows, kinds))
+    if options.write:
+        ERRORS_FILE.write_text(table, encoding="utf-8")
+    shares = reached_shares(rows, kinds)
+    reached = []
+    for name, kind in DATA_SHEETS.items():
+        median = statistics.median(share for row, share in shares.items() if row.framework == name)
+        reached.append(f"reached, {kind}.yaml: {median:.3f}, the median of {name}'s runs")
+    text = "\n\n".join([fit_text(report, rows), "\n".join(reached), table])
+    return BenchResult(None, fit_figures(report, rows), text)
+
+
+def add_fit_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `fit`."""
+    text = "write the errors that predictions carry to configs/hardware/errors.csv"
+    parser.add_argument("--write", action="store_true", help=text)
 
 
 MEASUREMENT = Measurement(
     "fit",
-    lambda parser: None,
+    add_fit_options,
     fit_published,
     description=(
         "Fit those constants of the published runs' machines that no source tells to the published tokens "

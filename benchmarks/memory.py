@@ -1,7 +1,11 @@
-"""Compare the planner's memory predictions with the real code, run as one rank on a fake process group."""
+"""Compare the planner's memory predictions with the real code, run as one rank on a fake process group; and
+of compiled models of transformers with `tools.dryrun`."""
 
 import argparse
+import contextlib
 import dataclasses
+import io
+import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -12,6 +16,7 @@ from typing import Any
 from benchmarks.support.harness import BenchResult, Measurement, config_keys, read_table, run_benchmark
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.tools.cli import format_table
+from meshwright.tools.dryrun.__main__ import main as dry_run
 from meshwright.tools.plan.check import EXACT_KINDS, relative_error
 from meshwright.tools.simulate import simulate_run
 from meshwright.train.config_parser import parse_config
@@ -66,6 +71,77 @@ class MemoryRow:
         return max((relative_error(*pair) for pair in pairs), key=abs)
 
 
+# models of transformers, by model_type: their keys beside SIZES
+SIZES = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "intermediate_size": 6144,
+    "vocab_size": 65536,
+    "max_position_embeddings": 8192,
+}
+GROUPED, PADDED, HEADS = {"num_key_value_heads": 8}, {"pad_token_id": 0}, {"head_dim": 128}
+FAMILIES: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("llama", "qwen2", "olmo2", "stablelm", "starcoder2"), GROUPED),
+    **dict.fromkeys(("phi3", "smollm3"), GROUPED | PADDED),
+    "gemma": GROUPED | HEADS,
+    "glm": GROUPED | HEADS | PADDED,
+    "gpt_neox": {},
+}
+SHIPPED = ("qwen3_8b", "mistral_7b")
+ALLOCATED_ERROR, LEAST_RESERVED, MOST_RESERVED = 0.02, 0.0, 0.08  # targets: beside a dry run
+
+
+@dataclass(frozen=True)
+class DryRunRow:
+    """Errors of predicted allocated and reserved memory beside a dry run of 8 GPUs, and its host waits."""
+
+    name: str
+    allocated_error: float
+    reserved_error: float
+    host_waits: int
+
+    @property
+    def within(self) -> bool:
+        """Whether both are within the targets."""
+        reserved = LEAST_RESERVED <= self.reserved_error <= MOST_RESERVED
+        return abs(self.allocated_error) <= ALLOCATED_ERROR and reserved
+
+
+def dry_run_arguments(name: str) -> list[str]:
+    """Return the arguments of tools.dryrun for a shipped config or a family, with two layers."""
+    if name in SHIPPED:
+        return [f"--config={name}.yaml", "--model.args.num_hidden_layers=2"]
+    args = json.dumps({"model_type": name, **SIZES, **FAMILIES[name]})
+    factory = "--model.factory=meshwright.models.from_transformers:causal_lm"
+    return [factory, f"--model.args={args}", "--parallel.param_dtype=bfloat16", "--train.seq_len=8192"]
+
+
+def compare_dry_run(name: str, overrides: Sequence[str] = ()) -> DryRunRow:
+    """Predict a model's memory, and run it on the fake H100."""
+    text = io.StringIO()
+    keys = ["--parallel.activation_checkpoint=none", *overrides]
+    with contextlib.redirect_stdout(text):
+        dry_run(["--gpus=8", "--json", *dry_run_arguments(name), *keys])
+    run = json.loads(text.getvalue())
+    allocated, reserved = (
+        relative_error(run["predicted"][key], run[key]) for key in ("peak_memory_gib", "reserved_memory_gib")
+    )
+    return DryRunRow(name, allocated, reserved, run["host_waits"])
+
+
+def compare_dry_runs(overrides: Sequence[str]) -> BenchResult:
+    """Compare all families and shipped configs with their dry runs."""
+    rows = [compare_dry_run(name, overrides) for name in (*SHIPPED, *FAMILIES)]
+    cells = [
+        (r.name, f"{r.allocated_error:+.1%}", f"{r.reserved_error:+.1%}", str(r.host_waits)) for r in rows
+    ]
+    within = all(row.within for row in rows)
+    text = format_table(("model, two layers", "allocated", "reserved", "host waits"), cells)
+    figures = {"rows": [dataclasses.asdict(row) for row in rows], "within": within}
+    return BenchResult(None, figures, f"{text}\n\n{'all' if within else 'NOT all'} within the targets")
+
+
 def read_cases() -> list[PlanCase]:
     """Return all plans to compare."""
     return [PlanCase(row["config"], int(row["ranks"]), row["keys"]) for row in read_table(PLANS)]
@@ -73,6 +149,8 @@ def read_cases() -> list[PlanCase]:
 
 def compare_memory(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Predict and simulate all plans. Raises ConfigError and PlanError."""
+    if options.dry_runs:
+        return compare_dry_runs(overrides)
     rows = []
     for case in read_cases():
         rows.append(compare_case(case, overrides))
@@ -147,9 +225,18 @@ def _by_kind(memory: StepMemory) -> dict[str, dict[str, float]]:
     return {"most": memory.memory.gib(), "at_peak": memory.at_peak.gib()}
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's option."""
+    parser.add_argument(
+        "--dry-runs",
+        action="store_true",
+        help="compare compiled models of transformers with tools.dryrun instead (10 minutes)",
+    )
+
+
 MEASUREMENT = Measurement(
     "memory",
-    lambda parser: None,
+    add_options,
     compare_memory,
     description=(
         "Predict the memory of plans for 8B, 70B and 405B models on 1 to 4,096 ranks, and compare it with "

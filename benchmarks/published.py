@@ -3,23 +3,33 @@
 import argparse
 import dataclasses
 import itertools
+import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.gpu import make_setup
 from benchmarks.support.frameworks import (
     kempnerforge_plan,
     kempnerforge_times,
     kempnerforge_workload,
+    own_h200_times,
     torchtitan_plan,
     torchtitan_workload,
 )
-from benchmarks.support.harness import BenchResult, Measurement, config_keys, read_table, run_benchmark
+from benchmarks.support.harness import (
+    RECORDS,
+    BenchResult,
+    Measurement,
+    config_keys,
+    read_table,
+    run_benchmark,
+)
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
@@ -31,7 +41,8 @@ from meshwright.tools.cli import format_table
 from meshwright.tools.processes import BenchError
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.resolve import plan_run
+from meshwright.train.planning.predict import run_workload
+from meshwright.train.planning.resolve import best_attention, plan_run
 from meshwright.train.planning.trace_model import model_workload
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
@@ -179,9 +190,11 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
 
 @cache
 def trace_published(run: PublishedRun) -> tuple[Plan, ModelWorkload]:
-    """Return the plan and the workload of a published run."""
+    """Return the plan and the workload of a published run. Both frameworks write RMSNorm out, so that it is
+    traced as on a CPU."""
     config, plan = plan_published(run)
-    return plan, WORKLOADS[run.framework](plan, model_workload(config.model, plan, run.seq_len))
+    work = model_workload(config.model, replace(plan, attention="cpu"), run.seq_len)
+    return plan, WORKLOADS[run.framework](plan, work)
 
 
 def predict_tokens_per_s(run: PublishedRun, hardware: Hardware) -> float:
@@ -189,8 +202,34 @@ def predict_tokens_per_s(run: PublishedRun, hardware: Hardware) -> float:
     plan, work = trace_published(run)
     times = step_times(plan, work, hardware, run.gpus_per_node)
     if run.framework == "KempnerForge":
-        times = kempnerforge_times(plan, times)
+        times = kempnerforge_times(plan, work, hardware, times)
     return plan.global_batch_size * run.seq_len / simulate_step(plan, times).step_s / run.n_gpus
+
+
+OWN = RECORDS / "2026-11-26-gpu.json"
+OWN_KIND = "h200"
+NOT_COMPUTED = "activations in host memory"  # copies to host memory decide
+
+
+@cache
+def own_runs() -> dict[str, float]:
+    """Return tokens per second by case of `benchmarks.gpu`, of this project's own H200: of all cases that ran
+    but NOT_COMPUTED."""
+    cases = json.loads(OWN.read_text(encoding="utf-8"))["figures"]["cases"]
+    return {
+        name: case["run"]["tokens_per_s_per_rank"]
+        for name, case in cases.items()
+        if "run" in case and name != NOT_COMPUTED
+    }
+
+
+def predict_own_tokens_per_s(case: str, hardware: Hardware) -> float:
+    """Return the predicted tokens per second of a case, as the project was when it ran."""
+    job = parse_config(make_setup(case, False, 1, ()).command_line()).job
+    plan = plan_run(job, 1, attention=best_attention(job, hardware))
+    work = run_workload(job, plan)
+    times = own_h200_times(plan, work, hardware, step_times(plan, work, hardware, 1))
+    return plan.global_batch_size * job.seq_len / simulate_step(plan, times).step_s
 
 
 def predict_reserved_gib(run: PublishedRun, hardware: Hardware) -> float:

@@ -50,8 +50,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """Figures of a run. Rates are of the reports after the first WARM_UP_STEPS steps (of the last report only
-    if the run is not longer).
+    """Figures of a run. Rates are of the reports after the first and the first WARM_UP_STEPS steps (of the
+    last report only if the run is not longer).
 
     `startup_s`: wall seconds from starting the command to the first report; with a report for every step, to
     the end of the first optimizer step. `data_wait_share`: share of the step time. `step_times_s`: one value
@@ -144,7 +144,7 @@ def make_figures(rows: Sequence[dict[str, Any]], startup_s: float, device: str) 
         raise BenchError(
             "the run ended without a row in metrics.jsonl: it needs at least one optimizer step (train.steps)"
         )
-    counted = [row for row in rows if row["step"] > WARM_UP_STEPS] or rows[-1:]
+    counted = [row for row in rows[1:] if row["step"] > WARM_UP_STEPS] or rows[-1:]
     rates = [row["tokens_per_s_per_gpu"] for row in counted]
     mfu, mfu_causal = (
         statistics.median(row[key] for row in counted) if key in counted[0] else None for key in MFUS

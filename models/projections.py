@@ -24,7 +24,10 @@ def project_as_one(x: Tensor, projections: tuple[Projection, ...]) -> tuple[Tens
     The outputs are views of one tensor: saving one of them for the backward keeps all of them in memory.
     """
     weights = [projection.matrix() for projection in projections]
-    return _OneProduct.apply(x, *weights).split([len(weight) for weight in weights], dim=-1)
+    # torch 2.13 cannot compile a Function that needs no gradient, as in frozen blocks
+    trained = any(tensor.requires_grad for tensor in (x, *weights))
+    product = _OneProduct.apply(x, *weights) if trained else F.linear(x, torch.cat(weights))
+    return product.split([len(weight) for weight in weights], dim=-1)
 
 
 @torch.library.custom_op("meshwright::join_weights", mutates_args=())

@@ -44,14 +44,7 @@ def apply_fsdp(
     if FSDP2 would only copy its parameters (`leaves_parameters`), the units have none.
     `group_timeout`: of the smaller groups of reshard_after_forward=INT; None: torch's default.
     """
-    data_mesh = fsdp_mesh(mesh, plan.mesh)
-    if leaves_parameters(plan):
-        if plan.mesh.tp > 1:  # optimizers need DTensors beside DTensors
-            parameters = model.named_parameters(remove_duplicate=False)
-            keep_whole(model, [name for name, p in parameters if not isinstance(p, DTensor)], mesh["tp"])
-        ignored = set(model.parameters())
-    else:
-        ignored = keep_whole(model, plan.unsharded, data_mesh)
+    data_mesh, ignored = fsdp_mesh(mesh, plan.mesh), _leave(model, plan, mesh)
     before = dict(model.named_parameters(remove_duplicate=False))
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     with _same_groups_for_all_units(group_timeout):
@@ -96,6 +89,16 @@ def apply_fsdp(
                 # else the ranks' different parameters are added, if they use others of one unit
                 module.set_reduce_scatter_unused_params(True, recurse=False)
     model.register_forward_hook(_free_without_backward)
+
+
+def _leave(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Return the parameters that FSDP2 leaves alone: those that the plan does not shard, or all."""
+    if not leaves_parameters(plan):
+        return keep_whole(model, plan.unsharded, fsdp_mesh(mesh, plan.mesh))
+    if plan.mesh.tp > 1:  # optimizers need DTensors beside those that are split
+        named = model.named_parameters(remove_duplicate=False)
+        keep_whole(model, [name for name, p in named if not isinstance(p, DTensor)], mesh["tp"])
+    return set(model.parameters())
 
 
 def refuse_planned(model: nn.Module) -> None:

@@ -61,6 +61,14 @@ def return_free_memory() -> None:
             trim(0)
 
 
+def keep_freed_memory() -> None:
+    """Let the C library (glibc) keep freed tensors of at most 32 MiB for those to come. Otherwise it returns
+    them, and each step faults their pages in again: a tenth of the CPU time of a Llama of 19M parameters."""
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        for option, value in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            mallopt(option, value)
+
+
 _UNLIMITED_BYTES = 2**60  # version 1 encodes "no limit" as a number near 2^63
 
 

@@ -71,10 +71,9 @@ def attention_flops(name: str, arguments: Any) -> float:
     return float(scores * (5 if "backward" in name else 2))
 
 
-def attention_shape(name: str, arguments: Any) -> tuple[int, int]:
-    """Return the tokens with queries and the width of a head."""
-    q, _ = _attended(name, arguments)
-    return q.shape[-2], q.shape[-1]
+def attention_head_dim(name: str, arguments: Any) -> int:
+    """Return the width of a head."""
+    return int(_attended(name, arguments)[0].shape[-1])
 
 
 def _attended(name: str, arguments: Any) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,14 @@ from meshwright.tools.cli import new_parser, run_tool, to_json
 from meshwright.tools.plan.report import find_kind
 from meshwright.tools.processes import BenchError
 from meshwright.tools.workers import run_workers
-from meshwright.train.calibration.compute import AttentionShape, Scale, device_model
-from meshwright.train.calibration.measure import hardware_text, measure_here, measure_machine, read_kept
+from meshwright.train.calibration.compute import device_model
+from meshwright.train.calibration.measure import (
+    hardware_text,
+    job_scale,
+    measure_here,
+    measure_machine,
+    read_kept,
+)
 from meshwright.train.config_parser import parse_config
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import read_rank_info
@@ -37,46 +43,17 @@ DESCRIPTION = f"""examples:
   python -m tools.calibrate --name mine
   python -m tools.calibrate --name mine --overwrite --base h100-sxm
 
-Measure matrix products by size and dtype, attention, memory bandwidth, the
-overhead of an operation, and collectives between 2 and 4 processes (gloo) or
+Measure matrix products and attention by dtype, memory bandwidth, the host's
+costs of launching, and collectives between 2 and 4 processes (gloo) or
 this node's GPUs (NCCL), and write a hardware file for the planner. A CPU's
 rates are per process, with one process per core but at most {MOST_LOADED}. It takes
-about two minutes; run nothing else meanwhile.
+about a minute; run nothing else meanwhile.
 """
-# Layers of models that a laptop can train, dim 128 to 1024, full and sharded by tp: their inputs and outputs,
-# by tokens.
-CPU_LAYERS = {
-    256: [(128, 128)],
-    512: [(256, 128), (256, 256)],
-    1024: [(256, 256), (256, 768), (512, 768), (512, 1536)],
-    2048: [(512, 1536), (512, 4096), (1024, 3072)],
+# arguments of train.main, of the model at whose sizes a device is measured
+MODELS = {
+    "cpu": ("--config=llama_debug.yaml", "--model.dim=512", "--model.ffn_dim=1536"),
+    "cuda": ("--config=llama_8b.yaml",),
 }
-# Layers of Llama 8B, 70B and 405B, full and sharded by tp, and the head of the 8B.
-GPU_LAYERS = {
-    1024: [(4096, 512)],
-    2048: [(4096, 1024), (4096, 4096)],
-    4096: [(4096, 4096), (8192, 3584)],
-    8192: [(4096, 4096), (4096, 14336), (8192, 28672), (4096, 128256)],
-    16384: [(16384, 53248)],
-}
-CPU_SCALE = Scale(
-    products=[(tokens, *layer) for tokens, layers in CPU_LAYERS.items() for layer in layers],
-    attention=[AttentionShape(4, n, 4, 64, 256) for n in (8, 4)] + [AttentionShape(2, 8, 4, 64, 512)],
-    memory=(1024, 256, 768),
-    dtypes=("float32", "bfloat16"),
-    # 16 KiB to 16 MiB: layers of small models
-    collectives_bytes=(2**14, 2**17, *(2**power for power in range(19, 25))),
-    budget_s=0.3,
-    rotated_bytes=2**26,
-)
-GPU_SCALE = Scale(
-    products=[(tokens, *layer) for tokens, layers in GPU_LAYERS.items() for layer in layers],
-    attention=[AttentionShape(8192 // seq, 32, 8, 128, seq) for seq in (2048, 4096, 8192)],
-    memory=(8192, 4096, 14336),
-    dtypes=("float32", "bfloat16"),
-    collectives_bytes=tuple(2**power for power in range(14, 31, 2)),  # 16 KiB to 1 GiB
-    budget_s=0.5,
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # as in training
     base = find_base(options.base, device.type, device_model(device))
     processes = LINKED_CPU_RANKS if device.type == "cpu" else torch.cuda.device_count()
-    settings = {"quick": options.quick, "base": base.name}
+    settings = {"base": base.name}
     result = run_workers(f"{PLACE}:measure_in_worker", processes, 1, device.type, settings)[0]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(result["text"], encoding="utf-8")
@@ -113,7 +90,6 @@ def make_parser() -> argparse.ArgumentParser:
         "between nodes (default: the file of this device)"
     )
     add("--base", metavar="KIND", help=text)
-    add("--quick", action="store_true", help="fewer sizes and repeats, to test the command")
     add("--json", action="store_true", help="print what was measured as one JSON document, not the file")
     return parser
 
@@ -132,28 +108,15 @@ def find_base(base: str | None, device: str, name: str) -> Hardware:
     return found
 
 
-def measure_in_worker(device: torch.device, quick: bool, base: str) -> dict[str, Any]:
+def measure_in_worker(device: torch.device, base: str) -> dict[str, Any]:
     """Measure in one of the worker's processes. Returns the hardware file, and what was measured."""
     most_loaded = min(MOST_LOADED, usable_cores()) if device.type == "cpu" else 1
-    measured = measure_machine(device, scale_of(device, quick), dist.get_world_size(), most_loaded)
-    how = "`python -m tools.calibrate --quick`" if quick else "`python -m tools.calibrate`"
-    text = hardware_text(f"{measured.name}, measured by {how}.", measured, load_hardware()[base])
+    job, processes = parse_config(MODELS[device.type]).job, dist.get_world_size()
+    scale = replace(job_scale(job, processes, device), dtypes=("float32", "bfloat16"))
+    measured = measure_machine(device, scale, processes, most_loaded)
+    title = f"{measured.name}, measured by `python -m tools.calibrate`."
+    text = hardware_text(title, measured, load_hardware()[base])
     return {"text": text, "measured": asdict(measured)}
-
-
-def scale_of(device: torch.device, quick: bool) -> Scale:
-    """Return the sizes to measure. Quick: the smallest, a middle and the second largest product, one
-    attention call, three collectives, a fifth of the time."""
-    scale = CPU_SCALE if device.type == "cpu" else GPU_SCALE
-    if not quick:
-        return scale
-    return replace(
-        scale,
-        products=[scale.products[i] for i in (0, len(scale.products) // 2, -2)],
-        attention=scale.attention[:1],
-        collectives_bytes=(2**14, 2**18, 2**22),
-        budget_s=scale.budget_s / 5,
-    )
 
 
 def measure_this_machine(

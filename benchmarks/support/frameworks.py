@@ -7,11 +7,29 @@ Shapes: T tokens, V vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.planner.cost_model import StepTimes, UnitTimes
-from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
+from meshwright.parallel.plan.schema import Plan, regathered
+from meshwright.parallel.planner.cost_model import (
+    StepTimes,
+    UnitTimes,
+    copying_s,
+    optimizer_s,
+    trained_parameters,
+)
+from meshwright.parallel.planner.hardware import Hardware
+from meshwright.parallel.planner.workload import (
+    DTYPE_BYTES,
+    Linear,
+    ModelWorkload,
+    ModuleWorkload,
+    Operation,
+    Phase,
+    total,
+)
 
-ATTENTION = "flash"  # of scaled_dot_product_attention in both
+# What scaled_dot_product_attention ran: torchtitan's runs are older than torch's preference for cuDNN on
+# Hopper, and KempnerForge's profile of April 2026 lists aten::_cudnn_attention_backward
+# (benchmarks/profiling/13b_24gpu_profiling.md).
+TORCHTITAN_ATTENTION, KEMPNERFORGE_ATTENTION = "flash", "cudnn"
 # KempnerForge (kempnerforge/distributed/tensor_parallel.py) gives every column-parallel layer a sequence-
 # parallel input of its own: three all-gathers of one tensor before attention and two before the feed-forward
 # network, where this project has one each, and as many reduce-scatters of their gradients. In the backward it
@@ -29,7 +47,9 @@ BF16_BYTES = 2
 def torchtitan_plan(plan: Plan) -> Plan:
     """Return the plan as torchtitan carries it out: it compiles only the blocks."""
     return replace(
-        plan, attention=ATTENTION, units=(*plan.units[:-1], replace(plan.units[-1], compiled=False))
+        plan,
+        attention=TORCHTITAN_ATTENTION,
+        units=(*plan.units[:-1], replace(plan.units[-1], compiled=False)),
     )
 
 
@@ -49,7 +69,7 @@ def kempnerforge_plan(plan: Plan) -> Plan:
     root = replace(first, modules=first.modules + last.modules, reshard_after_forward=True)
     return replace(
         plan,
-        attention=ATTENTION,
+        attention=KEMPNERFORGE_ATTENTION,
         units=(root, *blocks),
         storage_dtype="bfloat16",
     )
@@ -70,12 +90,36 @@ def kempnerforge_workload(plan: Plan, work: ModelWorkload) -> ModelWorkload:
     return replace(work, modules={**work.modules, **whole})
 
 
-def kempnerforge_times(plan: Plan, times: StepTimes) -> StepTimes:
-    """Return the times without FSDP2, which KempnerForge does not use without data parallelism."""
-    if plan.mesh.dp_shard * plan.mesh.dp_replicate > 1:
+NOTHING = UnitTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def kempnerforge_times(plan: Plan, work: ModelWorkload, hardware: Hardware, times: StepTimes) -> StepTimes:
+    """Return the times with torch's AdamW, and without FSDP2 where KempnerForge has no data parallelism:
+    autograd adds the gradients of the micro batches."""
+    times = replace(times, optimizer_s=optimizer_s(plan, work, hardware, {}))
+    if plan.mesh.data_parallel > 1:
         return times
-    nothing = UnitTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return replace(times, units=dict.fromkeys(times.units, nothing), hook_s=0.0)
+    added = {unit.name: 3 * BF16_BYTES * trained_parameters(unit.modules, work) for unit in plan.units}
+    units = {name: replace(NOTHING, sum_s=copying_s(moved, hardware)) for name, moved in added.items()}
+    return replace(times, units=units, hook_s=0.0)
+
+
+# Instructions of AdamW's kernel at that commit, as in `cost_model.ADAMW_INSTRUCTIONS`.
+H200_ADAMW = {(4, 2): 128.2, (2, 4): 112.0, (2, 2): 140.5}
+
+
+def own_h200_times(plan: Plan, work: ModelWorkload, hardware: Hardware, times: StepTimes) -> StepTimes:
+    """Return the times of this project at b3daa89c (benchmarks/records/2026-11-26-gpu.json) on one rank.
+    FSDP2 copied all weights when it gathered them, after a cast if they were stored in float32; it copied the
+    gradients to float32, divided them by one, copied them, and cast them to the dtype of the weights."""
+    stored, moved = DTYPE_BYTES[plan.storage_dtype], 0.0
+    for unit in plan.units:
+        parameters = sum(work.modules[name].parameters for name in unit.modules)
+        cast = stored + BF16_BYTES if stored != BF16_BYTES else 0
+        moved += parameters * (2 * BF16_BYTES + cast) * (1 + regathered(unit))
+        moved += trained_parameters(unit.modules, work) * (6 + 8 + 8 + (4 + stored if stored != 4 else 0))
+    update_s = optimizer_s(plan, work, hardware, H200_ADAMW) + copying_s(moved, hardware)
+    return replace(times, units=dict.fromkeys(times.units, NOTHING), optimizer_s=update_s)
 
 
 def _with_blocks(work: ModelWorkload, change: Callable[[ModuleWorkload], ModuleWorkload]) -> ModelWorkload:
@@ -102,8 +146,8 @@ def _rotating_complex_numbers(module: ModuleWorkload) -> ModuleWorkload:
 
 
 def _gathering_float8(block: ModuleWorkload, tp: int) -> ModuleWorkload:
-    """Return the block with tensor-parallel all-gathers of float8: half the bytes, and each rank casts its
-    part before the all-gather, where this project casts the whole after it."""
+    """Return the block with tensor-parallel all-gathers of float8 (torchao/float8/float8_tensor_parallel.py),
+    where this project gathers bfloat16 and casts the whole tensor."""
     forward, backward = (
         replace(phase, operations=tuple(_cast_first(phase.operations, tp)))
         for phase in (block.forward, block.backward)
@@ -112,15 +156,18 @@ def _gathering_float8(block: ModuleWorkload, tp: int) -> ModuleWorkload:
 
 
 def _cast_first(operations: Sequence[Operation], tp: int) -> Iterator[Operation]:
-    gathered = False
+    """Yield the operations with half the bytes in all-gathers. What casts the gathered tensor reads it twice,
+    and writes it for each product in the layout that this needs. Cast before, a rank reads its part twice and
+    writes it, and what was gathered is read and written in these layouts: DTensor joins the parts along the
+    tokens by torch.cat, and a weight's gradient needs a transposed copy (preprocess_addmm in float8_ops.py).
+    """
+    gathered: Linear | None = None
     for operation in operations:
-        if operation.name == "all_gather":
-            yield replace(operation, bytes=operation.bytes.times(0.5))
-        elif gathered and operation.kind == "memory":
-            yield replace(operation, bytes=operation.bytes.times(1 / tp))
-        else:
-            yield operation
-        gathered = operation.name == "all_gather"
+        if gathered and operation.kind == "memory":
+            cast, read_less = gathered.times(2.5 / tp), gathered.times(0.5 - 2)
+            operation = replace(operation, bytes=total((operation.bytes, read_less, cast)))
+        gathered = operation.bytes if operation.name == "all_gather" else None
+        yield replace(operation, bytes=operation.bytes.times(0.5)) if gathered else operation
 
 
 def _gathering_for_every_layer(module: ModuleWorkload) -> ModuleWorkload:

@@ -53,7 +53,7 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
                 # would count as recompiles up to its limits; each may have another for evaluations.
                 torch._dynamo.config.recompile_limit += 2
                 torch._dynamo.config.accumulated_recompile_limit += 2
-                _through_own_frame(module)
+                through_own_frame(module)
                 compile_module(module, config, unit.activation_budget)
                 if module._compiled_call_impl is not None:
                     compiled = module._compiled_call_impl
@@ -122,7 +122,7 @@ def _why_many() -> str:
     )
 
 
-def _through_own_frame(module: nn.Module) -> None:
+def through_own_frame(module: nn.Module) -> None:
     """Let dynamo compile a module of torch's own, such as nn.TransformerEncoderLayer: it skips functions of
     torch, unless a function of somebody else calls them."""
     if "forward" not in vars(module) and type(module).forward.__module__.startswith("torch.nn."):

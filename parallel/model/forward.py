@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,21 +120,31 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 @contextmanager
 def _nothing_changed(model: nn.Module) -> Iterator[None]:
     """Context after which modules have their attributes again, in which a forward may keep tensors; in it
-    transformers' models take each row of tokens as one sequence. They look for several in the values of
-    positions, which fake tensors do not have, and would make masks that a run does not have."""
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    owns = [vars(module) for module in (*model.modules(), *([masks] if masks else []))]
+    each row of tokens is one sequence."""
+    owns = [vars(module) for module in model.modules()]
     owns += [own["_buffers"] for own in owns if "_buffers" in own]
     before = [(own, dict(own)) for own in owns]
-    if masks:
-        masks.find_packed_sequence_indices = lambda *_, **__: None
     try:
-        yield
+        with one_sequence_per_row():
+            yield
     finally:
         for own, kept in before:
             for new in own.keys() - kept.keys():
                 del own[new]
             own.update(kept)
+
+
+@contextmanager
+def one_sequence_per_row() -> Iterator[None]:
+    """Context in which transformers' models take each row of tokens as one sequence. They look for several in
+    the values of positions: a host waits for these, and fake tensors and a dry run do not have them."""
+    masks: Any = sys.modules.get("transformers.masking_utils", SimpleNamespace())
+    found = getattr(masks, "find_packed_sequence_indices", None)
+    masks.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = found
 
 
 @dataclass(frozen=True)

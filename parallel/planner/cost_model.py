@@ -1,5 +1,5 @@
-"""The cost model: seconds of operations (a roofline), of collectives (rings over nodes and networks), and of
-each part of a step when it runs alone.
+"""The cost model: seconds of operations (their computation plus their traffic), of collectives (rings over
+nodes and networks), and of each part of a step when it runs alone.
 
 Also the costs of `activation_checkpoint=offload`: which blocks copy how much to host memory, and in what
 time. parallel/activation_offload.py does the copies; memory_model.py has their effect on device memory,
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import gcd
+from typing import TypeVar
 
 from meshwright.parallel.plan.schema import (
     MeshPlan,
@@ -19,7 +20,7 @@ from meshwright.parallel.plan.schema import (
     reduced_in,
     regathered,
 )
-from meshwright.parallel.planner.hardware import ALL_TO_ALL, Curve, Hardware, HostCosts, seconds_at, share_at
+from meshwright.parallel.planner.hardware import ALL_TO_ALL, Hardware, HostCosts, seconds_at, share_at
 from meshwright.parallel.planner.timeline import AXIS_OF_LANE
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation
 
@@ -128,7 +129,7 @@ class StepTimes:
         return any(self.modules[name].backward for name in modules)
 
 
-FLOAT32_ATTENTION = "efficient"  # the only fused GPU kernel for float32, so the best one
+Seconds = TypeVar("Seconds", UnitTimes, PhaseTimes)
 # Every tensor-parallel collective of the forward, and half of those of the backward, adjoin a matmul with
 # which they can be pipelined in pieces.
 ASYNC_TP_HIDDEN = 0.5
@@ -178,13 +179,28 @@ def strided_group(size: int, stride: int, gpus: int, world_size: int) -> Group:
     return Group(size, per_node, max(1, min(gpus // per_node, world_size // size)))
 
 
-def operation_s(operation: Operation, micro_batch_size: int, hardware: Hardware) -> float:
-    """Return the seconds of an operation by the roofline: the slower of compute and memory traffic, plus the
-    fixed cost per operation."""
+def operation_s(
+    operation: Operation, micro_batch_size: int, hardware: Hardware, attention: str = ""
+) -> float:
+    """Return the seconds of an operation: its FLOPs at their share of the peak, plus its memory traffic.
+    `attention`: the kernel.
+
+    Products and attention begin and end with traffic that nothing hides, and write what the next tile waits
+    for. A power limit is one of the energy: it decides where computing alone would take longer than that.
+    """
     flops, moved = operation.flops.at(micro_batch_size), operation.bytes.at(micro_batch_size)
-    shares = hardware.memory_efficiency
-    moving_s = traffic_s(moved, hardware, shares.get(operation.dtype, shares["float32"]))
-    return max(_computing_s(operation, flops, hardware), moving_s) + hardware.operation_s
+    if not flops:
+        shares = hardware.memory_efficiency
+        return traffic_s(moved, hardware, shares.get(operation.dtype, shares["float32"]))
+    # a device without float8 products emulates them
+    dtype = operation.dtype if operation.dtype in hardware.matmul else "bfloat16"
+    if operation.kind == "matmul":
+        share = hardware.matmul[dtype]
+    else:
+        share = hardware.attention_shares(attention, dtype)["backward" in operation.name]
+        share *= share_at(hardware.attention_head_dim, operation.head_dim)
+    computing_s = flops / (hardware.peak_tflops[dtype] * 1e12 * share)
+    return max(computing_s + copying_s(moved, hardware), computing_s / hardware.power_limit)
 
 
 def traffic_s(moved_bytes: float, hardware: Hardware, efficiency: float) -> float:
@@ -193,7 +209,7 @@ def traffic_s(moved_bytes: float, hardware: Hardware, efficiency: float) -> floa
 
 
 def copying_s(moved_bytes: float, hardware: Hardware) -> float:
-    """Return the seconds of copies into or out of FSDP2's buffers."""
+    """Return the seconds of plain copies, such as those into or out of FSDP2's buffers."""
     return traffic_s(moved_bytes, hardware, hardware.copy_efficiency)
 
 
@@ -230,7 +246,7 @@ def collective_s(name: str, full_bytes: float, group: Group, hardware: Hardware)
 def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_node: int) -> StepTimes:
     """Return the seconds of each part of a step, each alone. `cpu_offload` has no time model."""
     groups = axis_groups(plan.mesh, gpus_per_node)
-    device = with_kernel(sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size)), plan.attention)
+    device = sharing_cores(hardware, min(gpus_per_node, plan.mesh.world_size))
     compiled = {name: unit.compiled for unit in plan.units for name in unit.modules}
     of_work = {id(work.modules[name]): name for name in plan.modules}  # all blocks share one workload
     times = {
@@ -254,16 +270,21 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
     return StepTimes(
         units={name: units[kind] for name, kind in kinds.items()},
         modules=modules,
-        optimizer_s=_optimizer_s(plan, work, device),
+        optimizer_s=optimizer_s(plan, work, device) * hardware.slower,
         overlaps=hardware.overlaps,
         slowdown={
             lane: hardware.network_slowdown if groups[axis].nodes > 1 else hardware.slowdown
             for lane, axis in AXIS_OF_LANE.items()
         },
         offload_s=copy_times(plan, work, device),
-        hook_s=device.host.unit_s,
-        scalars_s=SCALARS * collective_s("all_reduce", 4, groups["world"], device),
+        hook_s=device.host.unit_s * hardware.slower,
+        scalars_s=SCALARS * collective_s("all_reduce", 4, groups["world"], device) * hardware.slower,
     )
+
+
+def _slowed(times: Seconds, hardware: Hardware) -> Seconds:
+    """Return the seconds of a unit or a phase on the machine as it was measured."""
+    return replace(times, **{name: seconds * hardware.slower for name, seconds in vars(times).items()})
 
 
 def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
@@ -276,46 +297,8 @@ def sharing_cores(hardware: Hardware, processes: int) -> Hardware:
         hardware,
         peak_tflops=peaks,
         memory_gb_s=hardware.memory_gb_s * share,
-        operation_s=hardware.operation_s * max(1.0, 1 / share),
         host=HostCosts(**{name: cost * max(1.0, 1 / share) for name, cost in vars(hardware.host).items()}),
     )
-
-
-def with_kernel(hardware: Hardware, attention: str) -> Hardware:
-    """Return the hardware with the attention rates of a kernel; an unknown kernel gets those of the best one.
-    The float32 rates of a device are those of FLOAT32_ATTENTION."""
-    shares = hardware.attention_kernels.get(attention, (1.0, 1.0))
-    forward, backward = (
-        {
-            dtype: curve if (dtype, attention) == ("float32", FLOAT32_ATTENTION) else _scaled(curve, share)
-            for dtype, curve in rates.items()
-        }
-        for rates, share in zip(
-            (hardware.attention_forward, hardware.attention_backward), shares, strict=True
-        )
-    )
-    return replace(hardware, attention_forward=forward, attention_backward=backward)
-
-
-def _scaled(curve: Curve | float, factor: float) -> Curve | float:
-    return (
-        curve * factor if isinstance(curve, float) else tuple((size, share * factor) for size, share in curve)
-    )
-
-
-def _computing_s(operation: Operation, flops: float, hardware: Hardware) -> float:
-    if not flops:
-        return 0.0
-    # a device without float8 products emulates them
-    dtype = operation.dtype if operation.dtype in hardware.matmul else "bfloat16"
-    if operation.kind == "matmul":
-        share = share_at(hardware.matmul[dtype], flops / 1e9)
-    else:
-        rates = hardware.attention_backward if "backward" in operation.name else hardware.attention_forward
-        share = share_at(rates[dtype], operation.length)
-        share *= share_at(hardware.attention_head_dim, operation.head_dim)
-    share *= hardware.power_limit.get(operation.kind, 1.0)
-    return flops / (hardware.peak_tflops[dtype] * 1e12 * share)
 
 
 def _module_times(
@@ -334,11 +317,11 @@ def _module_times(
                 moved = operation.bytes.at(plan.micro_batch_size)
                 taken = collective_s(operation.name, moved, groups[operation.axis], hardware)
             else:
-                taken = operation_s(operation, plan.micro_batch_size, hardware)
+                taken = operation_s(operation, plan.micro_batch_size, hardware, plan.attention)
             seconds[operation.axis] += taken
         tp_s, kernels = seconds["tp"] * (1 - ASYNC_TP_HIDDEN * plan.async_tp), len(operations)
         host_s = host.graph_s + host.kernel_s * kernels if compiled else host.operator_s * kernels
-        phases.append(PhaseTimes(seconds[""], tp_s, seconds["cp"], host_s))
+        phases.append(_slowed(PhaseTimes(seconds[""], tp_s, seconds["cp"], host_s), hardware))
     return ModuleTimes(*phases)
 
 
@@ -350,15 +333,20 @@ def _unit_times(
     groups: Mapping[str, Group],
     gpus_per_node: int,
 ) -> UnitTimes:
-    """Return the seconds of a unit's collectives and copies. A rank casts its shard to param_dtype and
-    all-gathers the unit into one buffer, which is copied out into the weights; gradients are cast and copied
-    into another buffer, which is reduce-scattered."""
+    """Return the seconds of a unit's collectives and copies. A rank casts its shard to param_dtype, if it is
+    stored in another, and all-gathers the unit into one buffer, which is copied out into the weights;
+    gradients are cast and copied into another buffer, which is reduce-scattered, and the result is cast to
+    storage_dtype. One shard has no collective: its buffers are copied, over replicas with a division by
+    one before."""
     shard, replicate = groups["dp_shard"], groups["dp_replicate"]
     parameters = sum(work.modules[name].parameters for name in unit.modules)
     trained = trained_parameters(unit.modules, work)
-    gathered = gathered_bytes(parameters, unit, plan, work)
+    stored, gathered = DTYPE_BYTES[plan.storage_dtype], gathered_bytes(parameters, unit, plan, work)
+    given = trained * DTYPE_BYTES[unit.param_dtype]
     reduced = trained * DTYPE_BYTES[reduced_in(unit, plan)]
-    cast_s = copying_s((parameters * DTYPE_BYTES[plan.storage_dtype] + gathered) / shard.size, hardware)
+    cast = gathered + parameters * stored if gathered != parameters * stored else 0
+    cast_s = copying_s(cast / shard.size, hardware)
+    back = reduced + trained * stored if reduced != trained * stored else 0
     size = unit.reshard_after_forward
     regroup = (
         shard
@@ -366,21 +354,23 @@ def _unit_times(
         else strided_group(size, plan.mesh.tp, min(gpus_per_node, plan.mesh.world_size), plan.mesh.world_size)
     )
     alone = shard.size == 1
-    given = trained * DTYPE_BYTES[unit.param_dtype]
     regather_s = collective_s("all_gather", gathered, regroup, hardware) + (
         cast_s if regroup == shard and not alone else 0.0
     )
-    return UnitTimes(
+    copies = (1 + (replicate.size > 1)) * 2 * reduced if alone else 0.0
+    reducing_s = copying_s(copies + back / shard.size, hardware)
+    times = UnitTimes(
         gather_s=0.0 if alone else collective_s("all_gather", gathered, shard, hardware) + cast_s,
         regather_s=regather_s if regathered(unit) else 0.0,
         copy_out_s=copying_s(2 * gathered, hardware) + (cast_s if alone else 0.0),
-        copy_in_s=copying_s(given + reduced, hardware),
+        copy_in_s=copying_s(given + reduced, hardware) + reducing_s,
         scatter_s=collective_s("reduce_scatter", reduced, shard, hardware),
         all_reduce_s=collective_s("all_reduce", reduced / shard.size, replicate, hardware),
         first_sum_s=copying_s(given + reduced, hardware) if given != reduced else 0.0,
         sum_s=copying_s(given + 2 * reduced, hardware),
-        sums_copy_in_s=copying_s(2 * reduced, hardware),
+        sums_copy_in_s=copying_s(2 * reduced, hardware) + reducing_s,
     )
+    return _slowed(times, hardware)
 
 
 def gathered_bytes(parameters: int, unit: UnitPlan, plan: Plan, work: ModelWorkload) -> int:
@@ -391,10 +381,25 @@ def gathered_bytes(parameters: int, unit: UnitPlan, plan: Plan, work: ModelWorkl
     return parameters * size - float8 * (size - 1)
 
 
-def _optimizer_s(plan: Plan, work: ModelWorkload, hardware: Hardware) -> float:
-    trained = sum(trained_parameters(unit.modules, work) for unit in plan.units)
-    moved = optimizer_bytes(DTYPE_BYTES[plan.storage_dtype], work.moment_bytes)
-    return traffic_s(trained / plan.mesh.shards * moved, hardware, hardware.optimizer_efficiency)
+# Instructions of our Triton AdamW for one value, by bytes of a parameter and of a moment, in its machine code
+# for an H100 (tests/fake_gpu/test_triton_kernels.py). For float32 alone torch's is used.
+ADAMW_INSTRUCTIONS = {(4, 2): 70.0, (2, 4): 70.0, (2, 2): 80.0}
+
+
+def optimizer_s(
+    plan: Plan,
+    work: ModelWorkload,
+    hardware: Hardware,
+    instructions: Mapping[tuple[int, int], float] = ADAMW_INSTRUCTIONS,
+) -> float:
+    """Return the seconds of the optimizer step: its traffic, and on a GPU the time to issue the instructions
+    of the update. A GPU issues one for each of its float32 lanes a clock, of which the peak counts two
+    operations."""
+    trained = sum(trained_parameters(unit.modules, work) for unit in plan.units) / plan.mesh.shards
+    kinds = DTYPE_BYTES[plan.storage_dtype], work.moment_bytes
+    issued = 0.0 if hardware.cores else instructions.get(kinds, 0.0)
+    issuing_s = issued / (hardware.peak_tflops["float32"] * 1e12 / 2)
+    return trained * (traffic_s(optimizer_bytes(*kinds), hardware, hardware.optimizer_efficiency) + issuing_s)
 
 
 def optimizer_bytes(stored_bytes: int, moment_bytes: int) -> int:
@@ -436,7 +441,9 @@ def copy_times(plan: Plan, work: ModelWorkload, hardware: Hardware) -> Mapping[s
     if not sent:
         return {}
     seconds = {
-        name: work.modules[name].saved_bytes.at(plan.micro_batch_size) / (hardware.host_gb_s * 1e9)
+        name: work.modules[name].saved_bytes.at(plan.micro_batch_size)
+        / (hardware.host_gb_s * 1e9)
+        * hardware.slower
         for name in sent
     }
     return seconds | {next(reversed(sent.values())): 0.0}

@@ -23,7 +23,6 @@ from meshwright.parallel.yaml_io import YamlError, load_mapping
 HARDWARE_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 ALL_TO_ALL = "all_to_all"  # a link may name it too
-RATES = ("matmul", "attention_forward", "attention_backward")  # shares of the peak, by dtype
 DTYPES = ("bfloat16", "float32")  # that every kind has rates for
 # (size, share) pairs in ascending order of size
 Curve = Annotated[tuple[tuple[Positive, Positive], ...], msgspec.Meta(min_length=1)]
@@ -79,18 +78,15 @@ class Hardware:
         memory_gib: memory of one device
         memory_gb_s: memory bandwidth, 10^9 bytes per second
         peak_tflops: dense matmul rate by dtype of the inputs
-        matmul: share of the peak that a matmul reaches, by dtype: a curve over its size in GFLOP
-        attention_forward, attention_backward: share of the peak that causal attention reaches with the best
-            kernel, by dtype: a curve over the tokens of a sequence
+        matmul: share of the peak at which a product computes, besides its traffic, by dtype
+        attention: the same of causal attention, forward and backward, by kernel, the best one first, and by
+            dtype
         attention_head_dim: the part of this share that heads of a width reach: a curve over it
-        attention_kernels: kernels with their rate as a share of the best one's, forward and backward; the
-            best one comes first
-        power_limit: the part of the rate of products and of attention that is left at the device's power
-            limit, by kind of operation; without a limit, or not listed, all of it
+        power_limit: the device's power as a share of the power with which it reaches `matmul` and attention's
+            rates; 1 without a limit
         memory_efficiency: share of the memory bandwidth that other operations of a module reach, by dtype
-        copy_efficiency: the same for copies into and out of FSDP2's buffers
+        copy_efficiency: the same for copies, and for the traffic of products and attention
         optimizer_efficiency: the same for AdamW
-        operation_s: fixed cost of every operation on the device, in seconds
         host: costs of launching
         node, network: the links
         collectives_s: measured seconds of each collective within a node, by number of ranks, while all such
@@ -104,9 +100,12 @@ class Hardware:
             node, or between nodes
         reserved_share, reserved_gib: memory that the allocator reserves beyond its predicted pools (on a CPU
             beyond the peak), as a share of them, and fixed memory of the process, in GiB
+        reached: the speed that published runs on machines of this data sheet reached, as a share of the one
+            that all other keys predict, which is a bound; 1 for a machine that was measured
         cores: number of cores of a CPU, which its processes share; 0 if each process has its own device. A
             CPU's rates are those of one core while the others are equally busy: a process gets
             cores / processes of them
+        correction: measured speed of this machine's own runs as a share of the predicted one; in no file
     """
 
     name: str
@@ -114,16 +113,13 @@ class Hardware:
     memory_gib: Positive
     memory_gb_s: Positive
     peak_tflops: Mapping[str, Positive]
-    matmul: Mapping[str, Curve | Positive]
-    attention_forward: Mapping[str, Curve | Positive]
-    attention_backward: Mapping[str, Curve | Positive]
+    matmul: Mapping[str, Positive]
+    attention: Mapping[str, Mapping[str, tuple[Positive, Positive]]]
     attention_head_dim: Curve | Positive
-    attention_kernels: Mapping[str, tuple[Positive, Positive]]
-    power_limit: Mapping[str, Positive]
+    power_limit: Positive
     memory_efficiency: Mapping[str, Positive]
     copy_efficiency: Positive
     optimizer_efficiency: Positive
-    operation_s: Amount
     host: HostCosts
     node: Link
     network: Link
@@ -135,7 +131,24 @@ class Hardware:
     network_slowdown: Amount
     reserved_share: Amount
     reserved_gib: Amount
+    reached: Positive
     cores: Natural
+    correction: Positive
+
+    @property
+    def slower(self) -> float:
+        """What a part of a step takes, as a multiple of what all keys but `reached` predict."""
+        return 1 / (self.reached * self.correction)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether nothing that was measured on such a machine is in it."""
+        return self.reached != 1.0 and self.correction == 1.0
+
+    def attention_shares(self, kernel: str, dtype: str) -> tuple[float, float]:
+        """Return the shares of a kernel in a dtype, or those of the best one if they are not listed."""
+        kernels = (self.attention.get(kernel, {}), *self.attention.values())
+        return next(shares[dtype] for shares in kernels if dtype in shares)
 
 
 def share_at(curve: Curve | float, size: float) -> float:
@@ -181,7 +194,7 @@ def read_hardware(path: Path) -> Hardware:
     if "name" in data:
         raise YamlError(f"{path}: unknown key name: the name of the kind is the file's name; remove the key")
     try:
-        hardware = structure(Hardware, {**data, "name": path.stem}, str(path))
+        hardware = structure(Hardware, {**data, "name": path.stem, "correction": 1.0}, str(path))
     except ValueError as error:
         raise YamlError(str(error)) from None
     if mistakes := list(_find_contradictions(hardware)):
@@ -191,8 +204,7 @@ def read_hardware(path: Path) -> Hardware:
 
 def _find_contradictions(kind: Hardware) -> Iterator[str]:
     """Yield mistakes that involve several keys, and those in curves."""
-    curves = {f"{key}.{dtype}": curve for key in RATES for dtype, curve in getattr(kind, key).items()}
-    curves["attention_head_dim"] = kind.attention_head_dim
+    curves = {"attention_head_dim": kind.attention_head_dim}
     for place, link in (("node", kind.node), ("network", kind.network)):
         given = [name for name in link.efficiency if name != ALL_TO_ALL]
         yield from wrong_keys(given, COLLECTIVES, f"{place}.efficiency")
@@ -206,15 +218,16 @@ def _find_contradictions(kind: Hardware) -> Iterator[str]:
         sizes = [] if isinstance(curve, float) else [size for size, _ in curve]
         if sizes != sorted(set(sizes)):
             yield f"{place}: sizes must be in ascending order: {sizes}"
-    for key in RATES:
-        shares = getattr(kind, key)
+    attention = {dtype for shares in kind.attention.values() for dtype in shares}
+    for key, dtypes in (
+        ("matmul", kind.matmul.keys()),
+        ("attention", attention),
+        ("memory_efficiency", kind.memory_efficiency.keys()),
+    ):
         yield from (
-            f"{key}.{dtype}: peak_tflops has no key {dtype}" for dtype in shares.keys() - kind.peak_tflops
+            f"{key}.{dtype}: peak_tflops has no key {dtype}" for dtype in dtypes - kind.peak_tflops.keys()
         )
-    for key in (*RATES, "memory_efficiency"):
-        yield from (f"{key}.{dtype} is missing" for dtype in DTYPES if dtype not in getattr(kind, key))
-    if not kind.attention_kernels:
-        yield "attention_kernels must name at least one kernel"
+        yield from (f"{key}.{dtype} is missing" for dtype in DTYPES if dtype not in dtypes)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks, 
 from meshwright.parallel.planner.hardware import HostMemory
 from meshwright.parallel.planner.ledger import KEPT, PASSING, Ledger, ModuleTensors
 from meshwright.parallel.planner.walk import StepSink, StepWalk, inner_blocks, without
-from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, ModuleWorkload
+from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, ModuleWorkload, total
 
 # cuBLAS's workspace on Hopper, one for each thread that multiplies (aten/src/ATen/cuda/CUDABlas.cpp)
 WORKSPACE_BYTES = 32 * 2**20
@@ -104,7 +104,11 @@ class MemorySink(StepSink):
 
     def enter(self, unit: UnitPlan, phase: str) -> None:
         """Pass the blocks that are left out before a unit: each keeps what the block before has kept. Of
-        offloaded activations nothing stays."""
+        offloaded activations nothing stays. Note a loss's backward, which ends before its unit's begins."""
+        if phase == "backward" and (name := self._work.logits) in unit.modules:
+            logits = self._work.modules[name]
+            for live in logits.of_loss:
+                self.note(name, total((live, logits.saved_bytes.times(-1))))
         if row := self._rows.get((unit.name, phase)):
             if phase == "backward":
                 self.ledger.repeat(row.after, row.blocks[::-1], AFTER_BACKWARD)

@@ -4,8 +4,8 @@
 to bytes.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Literal
@@ -40,7 +40,7 @@ class Operation:
         bytes: read plus written; for a collective those of the unsharded tensor, as in
             `parallel.simulate.collectives`
         dtype: of the operands or of the tensor sent
-        length, head_dim: of attention: tokens with queries, and width of a head
+        head_dim: of attention: width of a head
         axis: of a collective: tp or cp
     """
 
@@ -49,7 +49,6 @@ class Operation:
     flops: Linear
     bytes: Linear
     dtype: str
-    length: int = 0
     head_dim: int = 0
     axis: str = ""
 
@@ -98,6 +97,8 @@ class ModuleWorkload:
         weights: (rows, values per row) of each parameter in module order; sharding distributes rows
         float8: number of parameters that are multiplied in float8
         buffers: in the order in which they are allocated; empty if the module was run eagerly
+        of_loss: live bytes, as in Phase, in the backward of a loss that is no part of the module, after which
+            FSDP2 enters the module's unit
     """
 
     parameters: int
@@ -108,6 +109,45 @@ class ModuleWorkload:
     weights: tuple[tuple[int, int], ...] = ()
     float8: int = 0
     buffers: tuple[Buffer, ...] = ()
+    of_loss: tuple[Linear, ...] = ()
+
+
+def with_loss(logits: ModuleWorkload, loss: ModuleWorkload) -> ModuleWorkload:
+    """Return the workload of a module that computes logits and of their loss, which is no part of it, has no
+    weights, and takes the logits first."""
+    forward, backward = (
+        [total((logits.saved_bytes, live)) for live in phase.live_bytes]
+        for phase in (loss.forward, loss.backward)
+    )
+    return replace(
+        logits,
+        forward=Phase(
+            logits.forward.operations + loss.forward.operations,
+            pareto_peaks([*logits.forward.live_bytes, *forward]),
+        ),
+        backward=replace(logits.backward, operations=loss.backward.operations + logits.backward.operations),
+        saved_bytes=total((logits.saved_bytes, loss.saved_bytes)),
+        output=loss.output,
+        buffers=_around(logits.buffers, loss.buffers) if logits.buffers else (),
+        of_loss=pareto_peaks(backward),
+    )
+
+
+def _around(outer: Iterable[Buffer], inner: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    """Return the buffers of two modules, of which the inner one runs between the outer's phases."""
+    start, end = min(each.begin for each in inner), max(each.end for each in inner)
+
+    def shift(time: int) -> int:
+        return time + (start if time < 0 else end if time else 0)
+
+    moved = [replace(each, begin=shift(each.begin), end=shift(each.end)) for each in outer]
+    of_outer, of_inner = ({each.role: each for each in reversed(part)} for part in (moved, inner))
+    result, given = of_outer["output"], of_inner["input"]
+    result_grad, given_grad = of_outer["output_grad"], of_inner["input_grad"]
+    between = replace(result, end=given.end), replace(given_grad, end=result_grad.end)
+    both = [each for each in (*moved, *inner) if each not in (result, given, result_grad, given_grad)]
+    both += [replace(each, role="inner") for each in between]
+    return tuple(sorted(both, key=lambda each: each.begin))
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@ benchmark's kind, within its targets."""
 
 import pytest
 
-from benchmarks.memory import EXACT_ERROR, MEAN_ERROR, PlanCase, compare_case, read_cases
+from benchmarks.memory import EXACT_ERROR, MEAN_ERROR, PlanCase, compare_case, compare_dry_run, read_cases
+from meshwright.tools.dryrun.install import FakeGpuError
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.resolve import plan_run
+from tests.fake_gpu.commands import install_for_tests
 
 pytestmark = [pytest.mark.slow, pytest.mark.sampled(10, together="bench-memory")]
 SMALL = "model.n_layers=2 train.seq_len=1024"
@@ -44,3 +46,13 @@ def test_the_benchmark_compares_plans_of_all_sizes_that_can_be_made() -> None:
         plan = plan_run(parse_config(case.arguments).job, case.ranks, 8)
         assert not plan.compile.enabled, "simulations run without compilation"
     assert {case.config for case in cases} == {"llama_8b", "llama_70b", "llama_405b"}
+
+
+def test_a_model_of_transformers_is_predicted_as_it_runs_on_the_fake_gpu() -> None:
+    try:
+        cache = str(install_for_tests().site.parent)
+    except FakeGpuError as error:
+        pytest.skip(str(error))
+    row = compare_dry_run("qwen3_8b", ["--cache", cache])
+    assert row.within, row
+    assert row.host_waits == 0

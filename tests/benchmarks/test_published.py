@@ -1,23 +1,39 @@
 """The planner's predictions of published runs, and the fit of its constants."""
 
 import dataclasses
+import statistics
 from functools import cache
 
 import pytest
 
-from benchmarks.fit import CONSTANTS, KEMPNERFORGE, RESERVED, TORCHTITAN, fit, fit_reserved, with_values
+from benchmarks.fit import (
+    CONSTANTS,
+    KEMPNERFORGE,
+    RESERVED,
+    TORCHTITAN,
+    fit,
+    fit_reserved,
+    reached_shares,
+    with_values,
+)
 from benchmarks.published import (
+    OWN_KIND,
     ComparedRun,
     PublishedComparison,
     compare_published,
     mean_error,
+    own_runs,
     plan_published,
+    predict_own_tokens_per_s,
     predict_tokens_per_s,
     published_rows,
     worst_error,
     wrong_order,
 )
+from benchmarks.support.frameworks import _cast_first
+from meshwright.parallel.planner.accuracy import ONE_GPU, load_errors
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.workload import Linear, Operation
 
 # The compiler traces in this process and emits several warnings.
 pytestmark = [
@@ -45,6 +61,16 @@ def test_each_run_becomes_the_plan_it_was() -> None:
         assert {unit.compiled for unit in blocks} == {run.compile}
         assert not (plan.units[-1].compiled and run.framework == "torchtitan")
         assert (plan.units[0].modules == ("tok_embeddings", "head")) == (run.framework == "KempnerForge")
+
+
+def test_float8_gathered_over_tp_is_cast_before_and_joined_and_transposed_after() -> None:
+    gathered, cast = (
+        Operation(kind, name, Linear(), Linear(0.0, size), "bfloat16")
+        for kind, name, size in (("collective", "all_gather", 80.0), ("memory", "fused_amax", 240.0))
+    )
+    # the cast of all in two layouts reads 2 x 80 and writes 2 x 40 bytes; of an eighth, 2 x 10, and 5
+    sizes = [operation.bytes.per_sequence for operation in _cast_first((gathered, cast), 8)]
+    assert sizes == [40, (2 * 10 + 5) + (40 + 2 * 40)]
 
 
 def test_the_hardware_files_have_the_fitted_values() -> None:
@@ -76,6 +102,14 @@ def test_speed_reserved_memory_and_order_are_predicted() -> None:
     assert mean_error(memory) <= 0.05
     assert worst_error(memory) <= 0.12
     assert comparison().wrong_order == ()
+    kind = load_hardware()[OWN_KIND]
+    own = [abs(predict_own_tokens_per_s(case, kind) / rate - 1) for case, rate in own_runs().items()]
+    assert (len(own), sum(own) / 13 <= 0.015, max(own) <= 0.03) == (13, True, True)
+    carried = load_errors()[ONE_GPU]  # what stands beside predictions
+    assert (carried.runs, carried.highest) == (13, pytest.approx(max(own), abs=1e-3))
+    shares = reached_shares(RUNS, load_hardware())
+    of_h100 = statistics.median(share for run, share in shares.items() if run.framework == "torchtitan")
+    assert load_hardware()["h100-sxm"].reached == pytest.approx(of_h100, rel=0.01)
 
 
 def test_errors_and_a_wrong_order_are_seen() -> None:

@@ -44,15 +44,13 @@ def test_a_gpu_of_no_known_kind_needs_a_base() -> None:
 @pytest.mark.sampled(10)
 @pytest.mark.usefixtures("forked_commands")
 def test_a_real_calibration_is_read_by_the_planner(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--name=here", "--quick", "--json"])
+    main(["--name=here", "--json"])
     figures = json.loads(capsys.readouterr().out)
     hardware = read_hardware(folder / figures["file"])
     assert figures["measured"]["compute"]["copy_bytes_s"] > 0
     assert hardware.peak_tflops["float32"] > 1e-3
-    # the peak is the best product
-    assert max(share for _, share in hardware.matmul["float32"]) == pytest.approx(1)
+    assert hardware.matmul["float32"] == 1, "the rate of products is the peak"
     assert 0 < hardware.host.operator_s < 1e-3
-    assert 0 < hardware.host.graph_s < 1e-1
     assert set(hardware.collectives_s) == {*COLLECTIVES, ALL_TO_ALL}
     assert all(set(by_ranks) == {2, 4} for by_ranks in hardware.collectives_s.values())
     base = load_hardware()["cpu"]

@@ -1,17 +1,21 @@
 """Memory limits of a container or a job: the page cache does not count, the tightest group decides, in both
 cgroup versions."""
 
+import platform
+import resource
 from types import SimpleNamespace
 
 import pytest
 
 from meshwright.parallel.machine_memory import (
     free_host_bytes,
+    keep_freed_memory,
     memory_left_bytes,
     memory_limit_bytes,
     peak_resident_bytes,
 )
 from tests.support.control_groups import write_groups
+from tests.support.worlds import run_ranks
 
 GIB = 2**30
 NO_LIMIT = 2**63 - 4096  # the value of version 1 for no limit
@@ -95,6 +99,28 @@ def test_the_host_has_the_less_of_machine_and_container(
     root = write_groups(tmp_path, version_2(512, 511, 480))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available_gib * GIB))
     assert free_host_bytes(root) == free_gib * GIB
+
+
+def _faults_of_a_step() -> int:
+    """Return the page faults of the last of three steps that allocate and free 32 MiB in pieces."""
+    before = 0
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        pieces = [bytearray(2**20) for _ in range(32)]
+        del pieces
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def _faults_without_and_with() -> tuple[int, int]:
+    without = _faults_of_a_step()
+    keep_freed_memory()
+    return without, _faults_of_a_step()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    without, kept = run_ranks(1, _faults_without_and_with)[0]
+    assert kept < 100 < 4_000 < without
 
 
 def test_the_peak_is_this_processs_own(tmp_path) -> None:

@@ -14,10 +14,11 @@ from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
 from meshwright.parallel.fsdp import full_tensor
 from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
+from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.evaluation import evaluate
-from meshwright.train.model.trained_model import loss_of_forward
+from meshwright.train.model.trained_model import loss_of_forward, model_of
 from meshwright.train.step import train_step
 from meshwright.train.training import freeze
 from tests.support.launch import EAGER, TINY
@@ -175,6 +176,17 @@ def test_an_evaluation_changes_neither_weights_nor_gradients_and_reads_nothing_b
     assert 5 < (total / tokens).item() < 7
     assert all(torch.equal(full_tensor(p), b) for p, b in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.sampled(3)
+def test_a_transformers_model_does_not_look_for_sequences_in_positions():
+    one = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = dict.fromkeys(("hidden_size", "head_dim", "intermediate_size", "vocab_size"), 32)
+    args = [f"--model.args.{key}={value}" for key, value in (dict.fromkeys(one, 1) | sizes).items()]
+    model = model_of(parse_config(["--config=mistral_7b.yaml", *args]).job.model)
+    with Count(*READS) as reads:
+        model.logits_of_batch(model.unsharded(torch.device("cpu")), Batch(*torch.ones(2, 1, 8).long()))
+    assert reads.count == 0
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])

@@ -98,10 +98,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--json",
         action="store_true",
         help="one JSON document: launches, launches_by_library, host_waits, device_allocations, both "
-        "by kind too, copies, collectives {op, axis, bytes, stream}, totals per op, "
-        "axis, kernels {name, library, calls, bytes, share, registers, spills}, launches_of_unknown_bytes, "
-        "graphs (the kernels of each compiled graph, in order), peak_memory_gib, reserved_memory_gib, "
-        "predicted {the same two}, plan, reasons, notes",
+        "by kind too, host_waits_at, copies, collectives {op, axis, bytes, stream}, "
+        "totals per op, axis, kernels {name, library, calls, bytes, share, registers, spills}, "
+        "launches_of_unknown_bytes, graphs (the kernels of each compiled graph, in order), "
+        "peak_memory_gib, reserved_memory_gib, predicted {the same two}, plan, reasons, notes",
     )
     return parser
 

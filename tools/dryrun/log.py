@@ -8,7 +8,7 @@ from pathlib import Path
 STEPS = 3  # the first compiles, the second still fills caches, the third equals all later ones
 # In the scratch folder, beside the log and the compiler's caches. step.py says what they contain.
 PLAN_FILE, MEMORY_FILE, AXES_FILE = "plan.yaml", "memory.json", "axes.json"
-TRACE_FILE, OPERATORS_FILE = "trace.json", "operators.json"
+TRACE_FILE, OPERATORS_FILE, WAITS_FILE = "trace.json", "operators.json", "waits.json"
 
 LAUNCHES = ("kernel", "gemm", "triton", "cudnn")  # torch, cuBLAS, Triton (the project's, inductor's), cuDNN
 POINT_TO_POINT = ("send", "recv")

@@ -12,7 +12,7 @@ from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.tools.cli import format_table
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.launches import LIBRARIES, KernelLaunch, read_recorded_step
-from meshwright.tools.dryrun.log import MEMORY_FILE, Call, steady_step, stream_numbers
+from meshwright.tools.dryrun.log import MEMORY_FILE, WAITS_FILE, Call, steady_step, stream_numbers
 from meshwright.tools.plan.report import PlanReport
 from meshwright.tools.simulate import total_by_axis, totals_table
 
@@ -41,6 +41,7 @@ def read_dry_run(scratch: Path) -> Row:
         "launches_by_library": launches,
         "host_waits": sum(host_waits.values()),
         "host_waits_by_kind": dict(host_waits),
+        "host_waits_at": dict(Counter(json.loads((scratch / WAITS_FILE).read_text()))),
         "device_allocations": sum(allocations.values()),
         "device_allocations_by_kind": dict(allocations),
         "copies": _copies(step),
@@ -145,6 +146,7 @@ def _count_rows(run: Row) -> list[tuple[str, str, str]]:
         (name, str(run[key]), ", ".join(f"{kind} {count}" for kind, count in run[kinds].items()))
         for name, key, kinds in counted
     ]
+    rows += [("host waits at", str(count), place) for place, count in run["host_waits_at"].items()]
     return rows + [
         (f"copies {copy['kind']}", str(copy["count"]), f"{copy['bytes'] / GIB:.3f} GiB")
         for copy in run["copies"]

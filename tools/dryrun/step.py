@@ -6,7 +6,7 @@ compute nothing.
 SCRATCH has the plan (plan.yaml). The log (log.py) gets a mark "step N" before and "end N" after each step,
 and memory.json the caching allocator's peaks in the last step. With --record one more step is recorded:
 trace.json has its kernels and their operators, operators.json the operators' tensors, axes.json the mesh axes
-by process group.
+by process group, waits.json the lines of code at which the host waits.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +31,8 @@ from meshwright.parallel.plan.serialize import load_plan
 from meshwright.parallel.profiler_annotations import name_units
 from meshwright.parallel.simulate.collectives import axes_of_groups
 from meshwright.tools.cli import run_tool
+from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.install import PROGRESS
-from meshwright.tools.dryrun.log import AXES_FILE, MEMORY_FILE, OPERATORS_FILE, PLAN_FILE, STEPS, TRACE_FILE
 from meshwright.train.config import Config
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sequences import Batch
@@ -54,7 +55,7 @@ def main() -> None:
 
 def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
     """Run the steps of the plan in `scratch`, and write the files there."""
-    config, plan = parse_config(arguments), load_plan(scratch / PLAN_FILE)
+    config, plan = parse_config(arguments), load_plan(scratch / log.PLAN_FILE)
     use_expandable_segments()
     torch.cuda.set_device(DEVICE)
     dist.init_process_group(
@@ -66,20 +67,20 @@ def run_steps(scratch: Path, record_step: bool, arguments: list[str]) -> None:
     check_device_support(config.job, plan, DEVICE)
     mesh = build_mesh(plan.mesh, "cuda")
     report("building the model")
-    training = build_training(config, plan, mesh)
+    training = build_training(config, plan, mesh, loaded=True)  # memory reads as 0: values need no check
     sharded = training.sharded
-    for number in range(STEPS):
-        report(f"step {number + 1} of {STEPS}" + (", which compiles" if number == 0 else ""))
+    for number in range(log.STEPS):
+        report(f"step {number + 1} of {log.STEPS}" + (", which compiles" if number == 0 else ""))
         batch = make_batch(plan, config, mesh)
         torch.cuda.reset_peak_memory_stats()
         with marked(number):
             training.step([batch] * plan.accumulation)
     stats = torch.cuda.memory_stats()
     peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "reserved")}
-    (scratch / MEMORY_FILE).write_text(json.dumps(peaks))
+    (scratch / log.MEMORY_FILE).write_text(json.dumps(peaks))
     if record_step:
         report("recording one more step")
-        (scratch / AXES_FILE).write_text(json.dumps(axes_of_groups(mesh, sharded.data_group)))
+        (scratch / log.AXES_FILE).write_text(json.dumps(axes_of_groups(mesh, sharded.data_group)))
         batch = make_batch(plan, config, mesh)
         record(scratch, sharded.model, plan, lambda: training.step([batch] * plan.accumulation))
 
@@ -107,15 +108,27 @@ def marked(number: int) -> Iterator[None]:
 
 def record(scratch: Path, model: nn.Module, plan: Plan, step: Callable[[], object]) -> None:
     """Record a step: its kernels and annotations in a trace, its operators in an execution trace."""
-    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(scratch / OPERATORS_FILE))
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(scratch / log.OPERATORS_FILE))
     name_units(model, plan)
     with torch.profiler.profile(
         record_shapes=True, acc_events=True, execution_trace_observer=observer
     ) as profile:
-        with marked(STEPS):
-            step()
+        with marked(log.STEPS):
+            waits = note_waits(step)
         torch.cuda.synchronize()
-    profile.export_chrome_trace(str(scratch / TRACE_FILE))
+    (scratch / log.WAITS_FILE).write_text(json.dumps(waits))
+    profile.export_chrome_trace(str(scratch / log.TRACE_FILE))
+
+
+def note_waits(step: Callable[[], object]) -> list[str]:
+    """Run a step, and return file:line of the Python code that called each operator for which the host
+    waits."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    return [f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message)]
 
 
 if __name__ == "__main__":

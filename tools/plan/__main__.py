@@ -117,6 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_node_option(parser)
     kinds = ", ".join(load_hardware())
     add("--gpu", metavar="KIND", help=f"predict time, and whether it fits: {kinds}, or here")
+    add("--uncorrected", action=flag, help="with --gpu here: leave out what this machine's runs correct")
     add("--tokens", type=number_from(1), metavar="T", help="time to train on as many, as 1e12")
     add("--save", type=Path, metavar="FILE", help="write the plan, for --parallel.plan=FILE")
     add("--timeline", type=Path, metavar="FILE", help="a step as .svg, .png or .json (ui.perfetto.dev)")
@@ -163,6 +164,8 @@ def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
     plan, kinds = job.parallel.plan, ", ".join(load_hardware())
     if options.gpu == "":
         raise ConfigError(f"--gpu has no value: use one of {kinds}, here, or omit it")
+    if options.uncorrected and options.gpu != "here":
+        raise ConfigError("--uncorrected needs --gpu here: no other machine has runs to correct it")
     from_file = plan not in ("auto", "manual")
     for name in NEED_GPU:
         if getattr(options, name) and not options.gpu:

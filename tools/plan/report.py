@@ -13,6 +13,7 @@ from meshwright.parallel.plan.lint import advise, unused_keys
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
 from meshwright.parallel.plan.strategy import describe_strategy
+from meshwright.parallel.planner.accuracy import MEMORY, load_errors, speed_errors, trust
 from meshwright.parallel.planner.explain import needed_gib
 from meshwright.parallel.planner.hardware import Hardware, Machines, load_hardware, machines_of_kind
 from meshwright.parallel.planner.search import Candidate, SearchResult
@@ -58,6 +59,11 @@ class PlanReport:
     def reasons(self) -> tuple[str, ...]:
         """Why the planner chose the plan, one sentence each; none if it did not."""
         return self.prediction.reasons if self.prediction else ()
+
+    @property
+    def where(self) -> tuple[Hardware, int, int]:
+        """The kind of machine, the number of processes, and of those on a node."""
+        return self.machines.kind, self.machines.processes, self.machines.per_node
 
 
 def find_kind(name: str, option: str) -> Hardware:
@@ -111,12 +117,17 @@ def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware) -> int
     )
 
 
-def time_to_train(prediction: Prediction, gpus: int, tokens: float) -> dict[str, float]:
-    """Return the time to train on `tokens`, without checkpoints, evaluation and failures."""
-    seconds = tokens / (prediction.tokens_per_s_per_gpu * gpus)
+def time_to_train(rate: float, machines: Machines, tokens: float) -> dict[str, float]:
+    """Return the time to train on `tokens` at `rate` per second and GPU, without checkpoints, evaluation and
+    failures; and the fewest and the most days by the errors of such predictions."""
+    gpus = machines.processes
+    seconds, errors = tokens / (rate * gpus), speed_errors(machines.kind, gpus, machines.per_node)
+    longest, shortest = max(e.highest for e in errors), min(e.lowest for e in errors)
     return {
         "tokens": tokens,
         "days": seconds / DAY_S,
+        "fewest_days": seconds / DAY_S * (1 + shortest),
+        "most_days": seconds / DAY_S * (1 + longest),
         "gpu_days": gpus * seconds / DAY_S,
         "gpu_hours": gpus * seconds / HOUR_S,
     }
@@ -153,8 +164,17 @@ def _predicted(report: PlanReport) -> dict[str, Any]:
         "tokens_per_s_per_gpu": prediction and prediction.tokens_per_s_per_gpu,
         "mfu": prediction and prediction.mfu,
         "mfu_causal": prediction and prediction.mfu_causal,
+        "bound": prediction and _bound(report.machines.kind, prediction),
+        "errors": prediction and list(map(asdict, speed_errors(*report.where))),
         "fits": None if prediction is None else not report.fit_error,
     }
+
+
+def _bound(kind: Hardware, prediction: Prediction) -> dict[str, float | None] | None:
+    """Return the bounds by the data sheet of a machine of which nothing else is known; else None."""
+    step_s, rate, mfu = prediction.timeline.step_s, prediction.tokens_per_s_per_gpu, prediction.mfu
+    bounds = {"step_time_s": step_s * kind.reached, "tokens_per_s_per_gpu": rate / kind.reached}
+    return {**bounds, "mfu": mfu and mfu / kind.reached} if kind.is_bound else None
 
 
 def _candidates(report: PlanReport, choice: SearchResult) -> Iterator[dict[str, Any]]:
@@ -227,10 +247,13 @@ def as_text(report: PlanReport, tokens: float | None = None) -> str:
 
 def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -> str:
     timeline, gpus, kind = prediction.timeline, report.machines.processes, report.machines.kind
+    rate = prediction.tokens_per_s_per_gpu
+    bound = f", at most {rate / kind.reached:,.0f}" if kind.is_bound else ""
     rows = [
         ("step", seconds(timeline.step_s)),
-        ("tokens/s per GPU", f"{prediction.tokens_per_s_per_gpu:,.0f}"),
-        ("tokens/s", f"{prediction.tokens_per_s_per_gpu * gpus:,.0f}"),
+        ("tokens/s per GPU", f"{rate:,.0f}{bound}"),
+        *((f"  {name}", text) for name, text in trust(*report.where)),
+        ("tokens/s", f"{rate * gpus:,.0f}"),
         ("MFU, full attention", _percent(prediction.mfu)),
         ("MFU, causal attention", _percent(prediction.mfu_causal)),
         ("computing", seconds(timeline.compute_s)),
@@ -243,12 +266,12 @@ def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -
         if waited
     ]
     if tokens:
-        time = time_to_train(prediction, gpus, tokens)
+        time = time_to_train(rate, report.machines, tokens)
         rows.append(
             (
                 f"{tokens:.3g} tokens",
-                f"{time['days']:,.1f} days: {time['gpu_days']:,.0f} GPU days, "
-                f"{time['gpu_hours']:,.0f} GPU hours",
+                f"{time['days']:,.1f} days ({time['fewest_days']:,.1f} to {time['most_days']:,.1f} by these "
+                f"errors): {time['gpu_days']:,.0f} GPU days, {time['gpu_hours']:,.0f} GPU hours",
             )
         )
     plural = "s" if gpus > 1 else ""
@@ -267,6 +290,7 @@ def _verdict(report: PlanReport, prediction: Prediction) -> str:
     return (
         f"fits {machines.kind.name}: {prediction.reserved_bytes / GIB:.1f} of "
         f"{machines.available_bytes / GIB:.1f} GiB, including allocator and process overhead"
+        + ("" if machines.kind.cores else f" ({load_errors()[MEMORY]})")
     )
 
 

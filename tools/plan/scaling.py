@@ -48,15 +48,15 @@ def sweep(
     is none. Raises PlanError with all reasons if none is possible. `tokens`: also the days for so many."""
     rows = []
     for gpus in counts:
-        planned = _plan(job, machines_of_kind(hardware, gpus, gpus_per_node))
-        rows.append({"gpus": gpus, **_figures(planned, gpus, tokens)})
+        machines = machines_of_kind(hardware, gpus, gpus_per_node)
+        rows.append({"gpus": gpus, **_figures(predict_on(job, machines), machines, tokens)})
     if not any(row["fits"] for row in rows):
         reasons = "\n".join(f"  {row['gpus']}: {row['reason']}" for row in rows)
         raise PlanError(f"--sweep: the run is possible on none of these numbers of GPUs.\n{reasons}")
     return rows
 
 
-def _plan(job: TrainingJob, machines: Machines) -> Prediction | str:
+def predict_on(job: TrainingJob, machines: Machines) -> Prediction | str:
     """Return the prediction of the plan that the planner chooses, or of the config's own; or the first reason
     why there is none that is legal and fits."""
     available = f"{machines.available_bytes / GIB:.1f} GiB"
@@ -80,14 +80,15 @@ def _plan(job: TrainingJob, machines: Machines) -> Prediction | str:
     return predict(job, plan, machines.kind, machines.per_node)
 
 
-def _figures(row: Prediction | str, gpus: int, tokens: float | None) -> dict[str, Any]:
+def _figures(row: Prediction | str, machines: Machines, tokens: float | None) -> dict[str, Any]:
     """Return a row as plain data; without a plan all values except fits and reason are null."""
-    names = ("choices", "reserved_gib", "step_time_s", "tokens_per_s_per_gpu", "exposed_share")
+    names = ("choices", "reserved_gib", "step_time_s", "tokens_per_s_per_gpu", "mfu", "exposed_share")
     if isinstance(row, str):
         return {"fits": False, "reason": row, **dict.fromkeys((*names, "days") if tokens else names)}
-    figures = row.reserved_bytes / GIB, row.timeline.step_s, row.tokens_per_s_per_gpu
+    rate = row.tokens_per_s_per_gpu
+    figures = row.reserved_bytes / GIB, row.timeline.step_s, rate, row.mfu
     values = (settings_of(row.plan), *figures, row.timeline.exposed_share)
-    days = {"days": time_to_train(row, gpus, tokens)["days"]} if tokens else {}
+    days = {"days": time_to_train(rate, machines, tokens)["days"]} if tokens else {}
     return {"fits": True, "reason": None, **dict(zip(names, values, strict=True)), **days}
 
 

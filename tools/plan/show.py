@@ -3,15 +3,20 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from meshwright.parallel.planner.accuracy import trust
 from meshwright.parallel.planner.hardware import Hardware, Machines, machines_of_kind
 from meshwright.tools.calibrate import HERE, measure_this_machine
 from meshwright.tools.plan import check as checking
 from meshwright.tools.plan import compare, export, scaling
 from meshwright.tools.plan import report as reporting
 from meshwright.train.config import TrainingJob
+from meshwright.train.planning.correction import find_correction
 
 
 def show_plan(options: argparse.Namespace, job: TrainingJob) -> bool:
@@ -22,7 +27,7 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> bool:
     if options.timeline:
         export.check_target("--timeline", options.timeline, export.TIMELINE_SUFFIXES, overwrites=True)
     if options.gpu:
-        hardware = _find_hardware(options, options.gpus or options.gpus_per_node)
+        hardware = _find_hardware(options, job, options.gpus or options.gpus_per_node)
         gpus = options.gpus or reporting.find_fewest(job, options.gpus_per_node, hardware)
         machines = machines_of_kind(hardware, gpus, options.gpus_per_node)
     else:
@@ -42,9 +47,13 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> bool:
 def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
     counts = scaling.read_sweep(options.sweep)
-    hardware = _find_hardware(options, max(counts))
+    hardware = _find_hardware(options, job, max(counts))
     rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
-    print(json.dumps({"sweep": rows}, indent=2) if options.json else scaling.as_text(rows, options.tokens))
+    if options.json:
+        print(json.dumps({"sweep": rows}, indent=2))
+        return
+    lines = map(": ".join, trust(hardware, max(counts), options.gpus_per_node))
+    print("\n\n".join([scaling.as_text(rows, options.tokens), "\n".join(lines)]))
 
 
 def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
@@ -53,14 +62,19 @@ def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
     print(json.dumps(compared, indent=2) if options.json else compare.as_text(compared))
 
 
-def _find_hardware(options: argparse.Namespace, gpus: int) -> Hardware:
-    """Return the kind that --gpu names, or this machine as it measures itself."""
+def _find_hardware(options: argparse.Namespace, job: TrainingJob, gpus: int) -> Hardware:
+    """Return the kind that --gpu names, or this machine as it measures itself and as its runs correct it."""
     if options.gpu != HERE:
         return reporting.find_kind(options.gpu, "--gpu")
     print(f"{HERE}: this machine measures itself, up to a minute, unless it has before", file=sys.stderr)
     hardware, line = measure_this_machine(options.config_arguments, min(gpus, options.gpus_per_node))
     print(line, file=sys.stderr)
-    return hardware
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    correction = find_correction(job, hardware, device)
+    if options.uncorrected or not correction.shares:
+        return hardware
+    print(f"{HERE}: {correction.describe()}", file=sys.stderr)
+    return replace(hardware, correction=correction.factor)
 
 
 def _write(options: argparse.Namespace, report: reporting.PlanReport) -> list[Path]:
@@ -85,6 +99,6 @@ def _document(
         document["min_gpus"] = report.machines.processes
     if options.tokens and report.prediction:
         document["time_to_train"] = reporting.time_to_train(
-            report.prediction, report.machines.processes, options.tokens
+            report.prediction.tokens_per_s_per_gpu, report.machines, options.tokens
         )
     return document | ({"check": checking.as_json(check)} if check else {})

@@ -1,5 +1,5 @@
-"""Measure the rates of one device: matrix products by size, attention, memory-bound operations, and what the
-host needs to launch them.
+"""Measure the rates of one device: matrix products, attention, memory-bound operations, and what the host
+needs to launch them.
 
 The timed functions are those of a training step: the three products of a linear layer, the model's attention
 with autograd, compiled norm and SwiGLU, the fused AdamW. They run after a warm-up, on inputs that do not fit
@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,19 +26,14 @@ from meshwright.models.attention import CausalAttention
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.machine_memory import resident_bytes, return_free_memory
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.operators import attention_flops
 from meshwright.train.config import Config
 from meshwright.train.planning.resolve import attention_on_device
 
-# larger than the last-level cache of these devices: 50 MiB on an H100, 32 MiB on a server's core complex
-ROTATED_BYTES = 2**28
 MAX_ROTATED = 64
 WARM_UP_RUNS = 2
 PAUSE_CYCLES = 50_000_000  # GPU cycles, about 30 ms: longer than launching a thousand kernels takes
 MIN_RUNS, MAX_RUNS = 5, 200
-FEW, MANY = 1, 9  # matrix products of two compiled graphs, whose difference is the cost of a kernel
 TINY_OPERATIONS = 256
-SECONDS = ("operation_s", "operator_s", "graph_s", "kernel_s")  # of a measurement; the others are rates
 
 Made = TypeVar("Made")
 Run = Callable[[], Any]
@@ -78,20 +72,16 @@ class Timer:
         """Make as many sets of inputs of `size_bytes` as fit into `rotated_bytes`: 2 to MAX_ROTATED."""
         return [make() for _ in range(max(2, min(MAX_ROTATED, self.rotated_bytes // size_bytes)))]
 
-    def seconds(self, runs: Sequence[Run]) -> float:
-        """Return the median seconds of a run. `runs` do the same work on different inputs, in turn."""
-        return statistics.median(self.times(runs))
-
     def core_seconds(self, runs: Sequence[Run]) -> float:
         """Return the median seconds of a run, times the cores of a CPU that it used."""
-        return self.cores * self.seconds(runs)
+        return self.cores * statistics.median(self.times(runs))
 
     def host_seconds(self, runs: Sequence[Run]) -> float:
         """Return the median seconds that the host needs for a run; a GPU is not waited for."""
         return statistics.median(self._repeat(runs, self._time_on_host))
 
     def times(self, runs: Sequence[Run]) -> list[float]:
-        """Return the seconds of each run."""
+        """Return the seconds of each run. `runs` do the same work on different inputs, in turn."""
         return self._repeat(runs, self._time_on_gpu if self.device.type == "cuda" else self._time_on_host)
 
     def _repeat(self, runs: Sequence[Run], timed: Callable[[Iterator[Run], int], list[float]]) -> list[float]:
@@ -170,7 +160,7 @@ class Scale:
 
     Args:
         products: linear layers
-        attention: attention calls
+        attention: attention call
         memory: tokens, width and ffn width of the tensors of element-wise operations
         dtypes: of products, attention and element-wise operations
         collectives_bytes: of the full tensors of collectives
@@ -179,60 +169,67 @@ class Scale:
     """
 
     products: Sequence[Products]
-    attention: Sequence[AttentionShape]
+    attention: AttentionShape
     memory: tuple[int, int, int]
     dtypes: tuple[str, ...]
     collectives_bytes: tuple[int, ...]
     budget_s: float
-    rotated_bytes: int = ROTATED_BYTES
+    rotated_bytes: int
 
 
 def measure_compute(device: torch.device, scale: Scale) -> dict[str, Any]:
     """Measure one device, at the same time as the other processes. Returns plain data: rates in operations or
-    bytes per second, on a CPU of one core, and costs of the host in seconds; each the better of two rounds:
-    what disturbs the machine for a moment does not affect both."""
+    bytes per second, on a CPU of one core, and the host's seconds for an operator; each the better of two
+    rounds: what disturbs the machine for a moment does not affect both."""
     clock = Timer(device, scale.budget_s / 2, scale.rotated_bytes)
     rounds = [_measure_round(clock, scale) for _ in range(2)]
-    best = combine(rounds, lambda key, values: min(values) if key in SECONDS else max(values))
+    best = combine(rounds, lambda key, values: min(values) if key == "operator_s" else max(values))
     return {**best, "taken_gib": taken_gib(device)}
 
 
 def combine(measured: Sequence[Any], choose: Callable[[str, Sequence[float]], float], key: str = "") -> Any:
-    """Return several equal measurements as one, part by part: mappings, and pairs of a product's size and its
-    rate. `choose` is called with the key of the part and its values."""
+    """Return several equal measurements as one, part by part. `choose` is called with the key of the part and
+    its values."""
     match measured[0]:
         case Mapping():
             return {name: combine([each[name] for each in measured], choose, name) for name in measured[0]}
-        case list() | tuple():
+        case list():
             return [combine(parts, choose, key) for parts in zip(*measured, strict=True)]
         case _:
             return choose(key, measured)
 
 
 def _measure_round(clock: Timer, scale: Scale) -> dict[str, Any]:
-    attention = {
-        dtype: [measure_attention(clock, shape, dtype) for shape in scale.attention] for dtype in scale.dtypes
-    }
-    forward, backward = (
-        {dtype: statistics.harmonic_mean(rate[i] for rate in rates) for dtype, rates in attention.items()}
-        for i in range(2)
-    )
-    graph_s, kernel_s = graph_seconds(clock)
+    copy_bytes_s = copy_rate(clock)
+    products = {d: [measure_product(clock, each, d) for each in scale.products] for d in scale.dtypes}
+    attention = {dtype: measure_attention(clock, scale.attention, dtype) for dtype in scale.dtypes}
     return {
-        "matmul": {
-            dtype: [measure_product(clock, product, dtype) for product in scale.products]
-            for dtype in scale.dtypes
+        "matmul": {dtype: computing_rate(work, copy_bytes_s) for dtype, work in products.items()},
+        "attention": {
+            dtype: [computing_rate([each], copy_bytes_s) for each in both]
+            for dtype, both in attention.items()
         },
-        "attention_forward": forward,
-        "attention_backward": backward,
-        "copy_bytes_s": copy_rate(clock),
+        "copy_bytes_s": copy_bytes_s,
         "memory_bytes_s": {dtype: fused_rate(clock, scale, dtype) for dtype in scale.dtypes},
         "optimizer_bytes_s": optimizer_rate(clock),
-        "operation_s": clock.seconds([tiny_operations(clock.device)]) / TINY_OPERATIONS,
         "operator_s": clock.host_seconds([tiny_operations(clock.device)]) / TINY_OPERATIONS,
-        "graph_s": graph_s,
-        "kernel_s": kernel_s,
     }
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An operation that computes: its operations, the bytes that it must read and write, and its seconds."""
+
+    flops: float
+    moved: float
+    seconds: float
+
+
+def computing_rate(work: Sequence[Timed], bytes_s: float) -> float:
+    """Return the operations per second with which, and with their traffic at `bytes_s`, all of the work takes
+    as long as it took. Where the caches hold the inputs, at most half of the time counts as traffic."""
+    seconds, moving_s = sum(each.seconds for each in work), sum(each.moved for each in work) / bytes_s
+    return sum(each.flops for each in work) / max(seconds - moving_s, seconds / 2)
 
 
 def taken_gib(device: torch.device) -> float:
@@ -247,15 +244,15 @@ def taken_gib(device: torch.device) -> float:
     return (total - free - torch.cuda.memory_reserved(device)) / GIB
 
 
-def measure_product(clock: Timer, product: Products, dtype: str) -> tuple[float, float]:
-    """Return the GFLOP of one product, and the operations per second of a linear layer's three products:
-    x[T, D] · w[F, D] -> y[T, F], and the gradients of x and w."""
-    flops = 2 * math.prod(product)
-    return flops / 1e9, 3 * flops / clock.core_seconds(product_runs(clock, product, dtype))
+def measure_product(clock: Timer, product: Products, dtype: str) -> Timed:
+    """Time a linear layer's three products: x[T, D] · w[F, D] -> y[T, F], and the gradients of x and w."""
+    tokens, inputs, outputs = product
+    moved = 3 * (tokens * inputs + inputs * outputs + tokens * outputs) * getattr(torch, dtype).itemsize
+    return Timed(6.0 * math.prod(product), moved, clock.core_seconds(product_runs(clock, product, dtype)))
 
 
-def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[float, float]:
-    """Return the operations per second of forward and backward, counted by `attention_work`."""
+def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[Timed, Timed]:
+    """Time attention's forward and backward."""
     attention = CausalAttention()
     if clock.device.type == "cuda":  # the fastest kernel of this GPU
         config = Config(parallel=ParallelConfig(param_dtype=dtype))  # type: ignore[arg-type]
@@ -266,18 +263,12 @@ def measure_attention(clock: Timer, shape: AttentionShape, dtype: str) -> tuple[
     forward_s = clock.core_seconds(forward_runs)
     # a disturbed machine could take longer for the forward alone
     backward_s = max(forward_s, clock.core_seconds(both_runs) - forward_s)
-    forward, backward = attention_work(shape)
-    return forward / forward_s, backward / backward_s
-
-
-def attention_work(shape: AttentionShape) -> tuple[float, float]:
-    """Return the operations of causal attention's forward and backward as the planner counts them: half of
-    the full square."""
-    q, k = (
-        torch.empty(shape.batch, heads, shape.seq, shape.head_dim, device="meta")
-        for heads in (shape.heads, shape.kv_heads)
-    )
-    return attention_flops("attention", (q, k)), attention_flops("attention_backward", (q, q, k))
+    values = shape.batch * shape.seq * shape.head_dim
+    flops = 2.0 * values * shape.heads * shape.seq  # half of the square, as the planner counts
+    moved = (
+        2 * values * (shape.heads + shape.kv_heads) * getattr(torch, dtype).itemsize
+    )  # q, k, v, the result
+    return Timed(flops, moved, forward_s), Timed(2.5 * flops, 2 * moved, backward_s)
 
 
 def copy_rate(clock: Timer) -> float:
@@ -300,12 +291,13 @@ def fused_rate(clock: Timer, scale: Scale, dtype: str) -> float:
     tokens, width, ffn_width = scale.memory
     weight = torch.ones(width, dtype=getattr(torch, dtype), device=clock.device, requires_grad=True)
     moved = tokens * (5 * width + 8 * ffn_width) * weight.element_size()
+    fused = torch.compile(_fused, dynamic=False)  # late: importing the compiler takes seconds
 
     def make_run() -> Run:
         sizes = [(tokens, width), (tokens, ffn_width), (tokens, ffn_width)]
         leaves = [clock.draw(size, dtype).requires_grad_() for size in sizes]
         grads = [clock.draw(size, dtype) for size in sizes[:2]]
-        return lambda: torch.autograd.grad(_compiled(_fused)(weight, *leaves), leaves, grads)
+        return lambda: torch.autograd.grad(fused(weight, *leaves), leaves, grads)
 
     return moved / clock.core_seconds(clock.rotate(make_run, moved // 2))
 
@@ -332,32 +324,6 @@ def tiny_operations(device: torch.device) -> Run:
         torch.autograd.grad(y, x)
 
     return chain
-
-
-def graph_seconds(clock: Timer) -> tuple[float, float]:
-    """Return the seconds of one call of a compiled graph, without its kernels, and of one kernel: means of
-    forward and backward, from graphs of a few products of tiny matrices."""
-    few_s, many_s = (_chain_seconds(clock, products) for products in (FEW, MANY))
-    kernel_s = max(0.0, (many_s - few_s) / (MANY - FEW))
-    return max(0.0, few_s - FEW * kernel_s) / 2, kernel_s / 3  # a product's backward has two products
-
-
-def _chain_seconds(clock: Timer, products: int) -> float:
-    """Return the seconds of a compiled chain of products of x[8, 8], forward and backward."""
-    x, w = (torch.randn(8, 8, device=clock.device, requires_grad=True) for _ in range(2))
-    grad, chain = torch.randn(8, 8, device=clock.device), _compiled(_chain)
-    return clock.host_seconds([lambda: torch.autograd.grad(chain(x, w, products), (x, w), grad)])
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)  # late: importing the compiler takes seconds
-
-
-def _chain(x: Tensor, w: Tensor, products: int) -> Tensor:
-    for _ in range(products):
-        x = x @ w
-    return x
 
 
 def device_model(device: torch.device) -> str:

@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,12 @@ from meshwright.train.planning.resolve import dtype_on_device
 HERE = "this machine"  # name of a kind that measured itself
 FALLBACK = {"cpu": "cpu", "cuda": "h100-sxm"}  # kinds from which the rest is copied
 BUDGET_S = 0.1  # seconds of repetition of each measurement
-MOST_FLOPS = 4e9  # of one measured product or attention, so that a slow CPU needs less than a second
+# of one measured product or attention, so that it takes less than a second
+MOST_FLOPS = {"cpu": 4e9, "cuda": 4e12}
+MOST_BYTES = {"cpu": 2**25, "cuda": 2**30}  # of a measured collective
+# more than the last-level cache: 32 MiB on a server's core complex, 50 MiB on an H100
+ROTATED_BYTES = {"cpu": 2**26, "cuda": 2**28}
 MOST_SEQUENCES = 8  # of a measured micro batch, if the planner chooses it
-ROTATED_BYTES = 2**26
 GIVEN_BYTES = (2**14, 2**17, 2**20, 2**22)  # of collectives, besides those of the model's blocks
 DIGITS = 4  # significant digits: more than repeated measurements agree on
 
@@ -125,32 +128,32 @@ def measure_machine(
 
 
 def job_scale(job: TrainingJob, local_processes: int, device: torch.device) -> Scale:
-    """Return the sizes of the job's own operations: for the smallest and the largest micro batch, if the
-    planner chooses it."""
+    """Return the sizes of the job's own operations, for the largest micro batch if the planner chooses it."""
     requested = job.parallel.param_dtype
     dtype = dtype_on_device(device) if requested == "auto" else requested
     model = model_of(job.model)
     block = max(model.units.modules[name] for name in model.units.checkpointed)
-    sequences = _micro_batches(job, local_processes)
-    tokens = [n * job.seq_len for n in sequences]
-    products = {(n, *layer) for n in tokens for layer in model.linears}
+    sequences = _most_sequences(job, local_processes)
+    tokens = sequences * job.seq_len
     block_bytes = [block * width for width in (getattr(torch, dtype).itemsize, 4)]
     return Scale(
-        products=sorted({_shortened(product) for product in products}),
-        attention=[_attention(model, sequences[-1], job.seq_len)],
-        memory=(min(tokens[-1], 4096), *_widths(model)),
+        products=sorted({_shortened((tokens, *layer), device) for layer in model.linears}),
+        attention=_attention(model, sequences, job.seq_len, MOST_FLOPS[device.type]),
+        memory=(min(tokens, 4096), *_widths(model)),
         dtypes=(dtype,),
-        collectives_bytes=tuple(sorted({*GIVEN_BYTES, *(min(size, 2**25) for size in block_bytes)})),
+        collectives_bytes=tuple(
+            sorted({*GIVEN_BYTES, *(min(size, MOST_BYTES[device.type]) for size in block_bytes)})
+        ),
         budget_s=BUDGET_S,
-        rotated_bytes=ROTATED_BYTES,
+        rotated_bytes=ROTATED_BYTES[device.type],
     )
 
 
-def _micro_batches(job: TrainingJob, processes: int) -> list[int]:
+def _most_sequences(job: TrainingJob, processes: int) -> int:
     if isinstance(job.micro_batch_size, int):
-        return [job.micro_batch_size]
+        return job.micro_batch_size
     share = job.global_batch_size // processes if job.global_batch_size > 0 else MOST_SEQUENCES
-    return sorted({1, max(1, min(share, MOST_SEQUENCES))})
+    return max(1, min(share, MOST_SEQUENCES))
 
 
 def _widths(model: TrainedModel) -> tuple[int, int]:
@@ -160,13 +163,13 @@ def _widths(model: TrainedModel) -> tuple[int, int]:
     return dim, max((each for each in inputs if each != dim), default=dim)
 
 
-def _shortened(product: Products) -> Products:
+def _shortened(product: Products, device: torch.device) -> Products:
     """Return the product with fewer tokens if it would take too long."""
     tokens, inputs, outputs = product
-    return min(tokens, max(1, int(MOST_FLOPS / (2 * inputs * outputs)))), inputs, outputs
+    return min(tokens, max(1, int(MOST_FLOPS[device.type] / (2 * inputs * outputs)))), inputs, outputs
 
 
-def _attention(model: TrainedModel, sequences: int, seq_len: int) -> AttentionShape:
+def _attention(model: TrainedModel, sequences: int, seq_len: int, most_flops: float) -> AttentionShape:
     """Return the model's attention, with fewer sequences and then shorter ones if it would take too long. One
     that is not known has heads of 64 channels."""
     heads = model.attention
@@ -177,9 +180,9 @@ def _attention(model: TrainedModel, sequences: int, seq_len: int) -> AttentionSh
     def flops(batch: int, length: int) -> float:
         return 4.0 * batch * heads.heads * heads.head_dim * length**2
 
-    while sequences > 1 and flops(sequences, seq_len) > MOST_FLOPS:
+    while sequences > 1 and flops(sequences, seq_len) > most_flops:
         sequences //= 2
-    while flops(sequences, seq_len) > MOST_FLOPS:
+    while flops(sequences, seq_len) > most_flops:
         seq_len //= 2
     return AttentionShape(sequences, heads.heads, heads.kv_heads, heads.head_dim, seq_len)
 
@@ -208,7 +211,7 @@ def _keep(path: Path, measured: Calibration, base: Hardware) -> Hardware:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
-    hardware: Hardware = structure(Hardware, {**load_value(text), "name": HERE}, str(path))
+    hardware: Hardware = structure(Hardware, {**load_value(text), "name": HERE, "correction": 1.0}, str(path))
     return hardware
 
 
@@ -220,7 +223,7 @@ def _describe_age(path: Path) -> str:
 def hardware_text(title: str, measured: Calibration, base: Hardware) -> str:
     """Return the text of the hardware file of a machine; what was not measured is that of `base`."""
     values = measured_values(measured, base)
-    others = {key: value for key, value in vars(base).items() if key not in ("name", *values)}
+    others = {key: value for key, value in vars(base).items() if key not in ("name", "correction", *values)}
     lines = [title, f"Measured {datetime.date.today()}, torch {torch.__version__}, {measured.name}."]
     if measured.device == "cpu":
         lines.append(f"Rates are those of one core, with {measured.processes} processes that compute.")
@@ -236,39 +239,42 @@ def measured_values(measured: Calibration, base: Hardware) -> dict[str, Any]:
     """Return the measured keys of Hardware. Of a dtype that was not measured the base has the shares of its
     peak, and the measured one stands for its memory bandwidth."""
     compute = measured.compute
-    curves = {dtype: _curve(products) for dtype, products in compute["matmul"].items()}
     if measured.device == "cpu":
         bytes_s = compute["copy_bytes_s"]
-        best = {dtype: max(rate for _, rate in curve) / 1e12 for dtype, curve in curves.items()}
-        peaks = {**base.peak_tflops, **best}
+        peaks = {**base.peak_tflops, **{d: rate / 1e12 for d, rate in compute["matmul"].items()}}
         values = _cpu_values(measured, peaks, bytes_s)
     else:
         bytes_s, peaks = 1e9 * base.memory_gb_s, dict(base.peak_tflops)
         values = {
             "device_names": [measured.name] if measured.has_mfu else [],
             "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB,
-            "operation_s": compute["operation_s"],
         }
-    matmul = {d: [(size, rate / 1e12 / peaks[d]) for size, rate in curve] for d, curve in curves.items()}
-    values["matmul"] = {**base.matmul, **matmul}
-    for key in ("attention_forward", "attention_backward"):
-        shares = {dtype: rate / 1e12 / peaks[dtype] for dtype, rate in compute[key].items()}
-        values[key] = {**getattr(base, key), **shares}
+    products, attention = dict(base.matmul), {name: dict(of) for name, of in base.attention.items()}
+    for dtype, rate in compute["matmul"].items():
+        products[dtype] = rate / 1e12 / peaks[dtype]
+        best = zip(compute["attention"][dtype], base.attention_shares("", dtype), strict=True)
+        forward, backward = (rate / 1e12 / peaks[dtype] / share for rate, share in best)  # times the base's
+        for shares in attention.values():
+            if dtype in shares:
+                shares[dtype] = shares[dtype][0] * forward, shares[dtype][1] * backward
     moved = {dtype: rate / bytes_s for dtype, rate in compute["memory_bytes_s"].items()}
     unmeasured = dict.fromkeys(base.memory_efficiency, next(iter(moved.values())))
-    launching = {name: compute[name] for name in ("operator_s", "kernel_s", "graph_s")}
-    slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in FSDP2 too
+    slower = compute["operator_s"] / base.host.operator_s  # than the base's host, in graphs and FSDP2 too
     return values | {
+        "matmul": products,
+        "attention": attention,
         "memory_efficiency": {**unmeasured, **moved},
+        "copy_efficiency": compute["copy_bytes_s"] / bytes_s,
         "optimizer_efficiency": compute["optimizer_bytes_s"] / bytes_s,
-        "host": HostCosts(**launching, unit_s=base.host.unit_s * slower),
+        "host": HostCosts(**{name: cost * slower for name, cost in vars(base.host).items()}),
         "reserved_gib": compute["taken_gib"],
+        "reached": 1.0,
         "collectives_s": measured.collectives_s,
     }
 
 
 def _cpu_values(measured: Calibration, peaks: Mapping[str, float], copy_bytes_s: float) -> dict[str, Any]:
-    """Return what only a CPU has measured: its peak and its bandwidth are the best rates. It has no MFU."""
+    """Return what only a CPU has measured: its peak and its bandwidth are its rates. It has no MFU."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "device_names": [],
@@ -276,17 +282,8 @@ def _cpu_values(measured: Calibration, peaks: Mapping[str, float], copy_bytes_s:
         "memory_gb_s": copy_bytes_s / 1e9,
         "host_gb_s": copy_bytes_s / 1e9,
         "peak_tflops": peaks,
-        "operation_s": 0.0,  # a CPU launches what it computes: host has the costs
         "cores": measured.cores,
     }
-
-
-def _curve(products: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the operations per second by GFLOP of a product: medians over products of equal size."""
-    by_size: dict[float, list[float]] = {}
-    for size, rate in products:
-        by_size.setdefault(size, []).append(rate)
-    return [(size, statistics.median(rates)) for size, rates in sorted(by_size.items())]
 
 
 def _plain(value: Any) -> Any:
@@ -298,8 +295,6 @@ def _plain(value: Any) -> Any:
             return _plain(vars(value))
         case Mapping():
             return {key: _plain(inner) for key, inner in value.items()}
-        case ((_, share),):  # a curve with one point is constant
-            return _plain(share)
         case list() | tuple():
             return [_plain(inner) for inner in value]
         case _:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as launcher_rendezvous
 
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.machine_memory import own_groups, read_text
+from meshwright.parallel.machine_memory import keep_freed_memory, own_groups, read_text
 from meshwright.train.config import RunConfig
 from meshwright.train.distributed.agreement import check_same_settings
 from meshwright.train.distributed.ranks import RankInfo, as_ranges
@@ -238,6 +238,7 @@ def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> l
         torch.cuda.set_device(device)
     else:  # torch would warn about a CUDA toolkit without a GPU, which is not an error here
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        keep_freed_memory()
     # OMP_NUM_THREADS is ignored: torchrun sets it to 1 if it is unset.
     torch.set_num_threads(config.threads or max(1, usable_cores() // ranks.local_world_size))
     # The ranks of gloo groups connect when they first exchange data. Otherwise each connects to all others in

@@ -26,6 +26,7 @@ from meshwright.train.hooks import Hook, Hooks, Score, StepDone, mean_loss
 from meshwright.train.run import Run
 from meshwright.train.training import training_flops
 
+CORRECTING_STEPS = 10
 PREDICTED = "predicted_"  # prefix of a planner prediction in metrics.jsonl
 UNIT_NORMS = "unit_grad_norms"
 
@@ -185,7 +186,8 @@ class Metrics(Hook):
 
     def compare_with_predicted(self) -> list[str]:
         """Return one line that compares predictions with measurements, none without predictions. Measured is
-        the median over all reports except the first, which includes compiling."""
+        the median over all reports except the first, which includes compiling. After CORRECTING_STEPS more
+        steps rank 0 corrects later predictions on this machine."""
         later = self._reported[1:]
         if not self._predicted:
             return []
@@ -199,7 +201,13 @@ class Metrics(Hook):
             f"{name} {value:.3g} against {measured[name]:.3g} ({value / measured[name] - 1:+.1%})"
             for name, value in self._predicted.items()
         )
-        return [f"predicted against measured: {', '.join(comparisons)}"]
+        lines = [f"predicted against measured: {', '.join(comparisons)}"]
+        prediction, steps = self._run.planned.prediction, len(later) * self._run.config.metrics.every
+        correction = prediction and prediction.correction
+        if correction and steps >= CORRECTING_STEPS and self._run.ranks.is_main:
+            faster = self._predicted["step_time_s"] / measured["step_time_s"]  # than predicted
+            lines.append(f"planner: {correction.with_run(correction.factor * faster).describe()}")
+        return lines
 
 
 def scores_row(scores: Mapping[str, Score]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
 from meshwright.parallel.model.constructor import construct, construct_on_meta, is_constant, no_parameters
 from meshwright.parallel.model.describe import describe
-from meshwright.parallel.model.forward import Example, call_arguments, run_on_fakes
+from meshwright.parallel.model.forward import Example, call_arguments, one_sequence_per_row, run_on_fakes
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
 from meshwright.parallel.model.materialize import allocate, allocate_on, is_constructed, materialize
 from meshwright.parallel.plan.schema import ModelUnits, Plan
@@ -296,7 +296,8 @@ class TrainedModel:
         args, kwargs = call_arguments(tree_map_only(Tensor, lambda _: batch.tokens, self.example))
         if batch.positions is not None:
             kwargs[position_argument(model)] = batch.positions.expand_as(batch.tokens)
-        logits_of_model: Tensor = logits_of(model(*args, **kwargs), self.config.factory)
+        with one_sequence_per_row():
+            logits_of_model: Tensor = logits_of(model(*args, **kwargs), self.config.factory)
         return logits_of_model
 
 

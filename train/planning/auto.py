@@ -7,6 +7,7 @@ import torch
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.machine_memory import peak_resident_bytes, smallest_memory
 from meshwright.parallel.memory_breakdown import GIB
+from meshwright.parallel.planner.accuracy import trust
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.explain import describe_choices, give_reasons
 from meshwright.parallel.planner.hardware import Machines, find_hardware, load_hardware
@@ -17,6 +18,7 @@ from meshwright.train.console import Console
 from meshwright.train.distributed.agreement import broadcast_from_rank0
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.planning.correction import find_correction
 from meshwright.train.planning.fit import suggest_fits, this_machine
 from meshwright.train.planning.predict import (
     Prediction,
@@ -48,10 +50,14 @@ def choose_for_run(
         kind, _, line = measure_here(job, ranks, device, lambda line: console.print(f"planner: {line}"))
         console.print(f"planner: {line}")
     console.print(f"planner: trying plans for {ranks.world_size} processes, up to half a minute")
-    machines = this_machine(device, ranks, kind, smallest_memory(device, ranks.local_world_size))
+    correction = find_correction(job, kind, device)
+    if correction.shares:
+        console.print(f"planner: {correction.describe()}")
+    corrected = replace(kind, correction=correction.factor)
+    machines = this_machine(device, ranks, corrected, smallest_memory(device, ranks.local_world_size))
 
     def choose() -> tuple[Prediction, int]:
-        predicted = _choose_for_device(job, ranks, device, machines)
+        predicted = replace(_choose_for_device(job, ranks, device, machines), correction=correction)
         # on a CPU of the entire process, which may have had it while it measured the machine and planned
         of_process = max(predicted.reserved_bytes, peak_resident_bytes())
         return predicted, predicted.memory.peak_bytes if device.type == "cuda" else of_process
@@ -77,8 +83,9 @@ def _choose_for_device(
         f"tokens/s per process, {predicted.memory.peak_bytes / GIB:.2f} GiB "
         f"({predicted.reserved_bytes / GIB:.2f} reserved)"
     )
+    trusted = tuple(map(": ".join, trust(kind, machines.processes, machines.per_node)))
     plan = replace(predicted.plan, cpu_offload=job.parallel.cpu_offload)
-    return replace(predicted, plan=plan, reasons=(headline, *predicted.reasons))
+    return replace(predicted, plan=plan, reasons=(headline, *trusted, *predicted.reasons))
 
 
 def choose_plan(job: TrainingJob, machines: Machines) -> tuple[SearchResult, Prediction]:

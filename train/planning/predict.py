@@ -27,6 +27,7 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.errors import NoPredictionError
 from meshwright.train.model.trained_model import model_of
+from meshwright.train.planning.correction import Correction
 from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
 from meshwright.train.planning.trace_model import model_workload
 from meshwright.train.training import frozen_parameters, training_flops
@@ -46,6 +47,7 @@ class Prediction:
         mfu, mfu_causal: share of the device's peak, with FLOPs of full or causal attention; None for a CPU
             and a GPU that no file describes
         reasons: of the planner, if it chose the plan, one sentence each
+        correction: of the machine's own runs, which is in the times; None for other machines
     """
 
     plan: Plan
@@ -57,6 +59,7 @@ class Prediction:
     mfu: float | None
     mfu_causal: float | None
     reasons: tuple[str, ...] = ()
+    correction: Correction | None = None
 
 
 def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:

@@ -105,7 +105,7 @@ def best_attention(job: TrainingJob, hardware: "Hardware | None") -> str:
     """Return the fastest attention kernel that supports the job on such devices. None is a CPU."""
     if hardware is None or hardware.cores:
         return "cpu"
-    return _first_able(hardware.attention_kernels, job, best_dtype(hardware))
+    return _first_able(hardware.attention, job, best_dtype(hardware))
 
 
 def attention_on_device(job: TrainingJob, device: torch.device, device_name: str) -> str:
@@ -119,7 +119,7 @@ def attention_on_device(job: TrainingJob, device: torch.device, device_name: str
     if kind := find_hardware(device_name):
         return best_attention(job, kind)
     similar = "h100-sxm" if torch.cuda.get_device_capability(device) >= HOPPER else "a100-80gb"
-    return _first_able(load_hardware()[similar].attention_kernels, job, dtype_on_device(device))
+    return _first_able(load_hardware()[similar].attention, job, dtype_on_device(device))
 
 
 def check_attention(job: TrainingJob, plan: Plan, device_type: str) -> None:

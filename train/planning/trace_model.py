@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.activation_checkpoint import recompute
@@ -54,7 +54,7 @@ from meshwright.parallel.planner.tracing.trace import (
     eager_workload,
     list_weights,
 )
-from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
+from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase, with_loss
 from meshwright.train.config import ModelConfig
 from meshwright.train.files import write_atomically
 from meshwright.train.model.trained_model import TrainedModel, model_of
@@ -66,8 +66,8 @@ class TraceCase:
 
     `model`: of one block if all are alike; `code`: a hash of that of the model; `module`: of `kinds`;
     `styles`: as in TensorPlan; `frozen`: names of its parameters that are not trained; `float8`: patterns of
-    the linears that multiply in float8; the other fields are those of Plan and UnitPlan. `sequences`: 1, or 2
-    for every larger micro batch.
+    the linears that multiply in float8; `on_cuda`: by the kernels of CUDA; the other fields are those of Plan
+    and UnitPlan. `sequences`: 1, or 2 for every larger micro batch.
     """
 
     model: ModelConfig
@@ -84,6 +84,7 @@ class TraceCase:
     saved_ops: tuple[str, ...]
     activation_budget: float
     attention: str
+    on_cuda: bool
     loss_chunk_tokens: int
     fused_projections: bool
     frozen: tuple[str, ...]
@@ -156,26 +157,10 @@ def _build(
         call = call.split(1, case.tp)
     args, kwargs, held = make_arguments(call, dtype)
     tables = () if case.document_mask else tuple(held)  # with a mask they are those of these sequences
-    targets = torch.zeros(sequences, case.seq_len // case.cp, dtype=torch.int64)
-    if f"{model.logits[1]}.".startswith(f"{case.module}."):
-        if model.computes_loss:
-            return TracedModule(twin, (args[0], targets), tables=tables)
-        if model.gives_logits:
-            return TracedModule(_WithLoss(twin), (targets, *args), kwargs, tables)
+    if f"{model.logits[1]}.".startswith(f"{case.module}.") and model.computes_loss:
+        targets = torch.zeros(sequences, case.seq_len // case.cp, dtype=torch.int64)
+        return TracedModule(twin, (args[0], targets), tables=tables)
     return TracedModule(twin, args, kwargs, tables)
-
-
-class _WithLoss(nn.Module):
-    """The module that computes the logits, and the loss after it, to trace both together."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.loss = inner, LogitsLoss()
-
-    def forward(self, targets_BT: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        divisor = torch.ones((), device=targets_BT.device)
-        loss: Tensor = self.loss(self.inner(*args, **kwargs), targets_BT, divisor)
-        return loss
 
 
 @cache
@@ -302,6 +287,7 @@ def _make_case(
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same activations
+        on_cuda=plan.attention not in ("", "cpu", "math"),  # else it is not known
         loss_chunk_tokens=plan.loss_chunk_tokens,
         fused_projections=plan.fused_projections,
         frozen=frozen,
@@ -313,9 +299,9 @@ def _make_case(
 
 
 def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -> bool:
-    """Whether a module is traced as compiled: those that can be, and the loss with the product before it."""
-    with_loss = plan.compile.enabled and module == model.logits[0] and model.gives_logits
-    return ((unit.compiled and module in model.units.compiled) or with_loss) and (
+    """Whether a module is traced as compiled: those that can be, and the product before a compiled loss."""
+    before_loss = plan.compile.enabled and module == model.logits[0] and model.gives_logits
+    return ((unit.compiled and module in model.units.compiled) or before_loss) and (
         plan.compile.backend != "eager"
     )
 
@@ -323,7 +309,14 @@ def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -
 @cache
 def _trace(case: TraceCase, folder: Path | None) -> ModuleWorkload:
     def trace() -> ModuleWorkload:
-        return _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case))
+        work = _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case), case.on_cuda)
+        model = model_of(case.model)
+        if case.module != model.logits[0] or not model.gives_logits:
+            return work
+        build = partial(_loss_of_logits, module_builder(case))
+        if case.compiled:
+            return with_loss(work, compiled_workload(capture_joint(build, case.sequences)))
+        return with_loss(work, eager_workload(build, case.on_cuda))
 
     return remember(folder, case, trace) if folder else trace()
 
@@ -336,6 +329,14 @@ def _trace_compiled(case: TraceCase) -> ModuleWorkload:
     if joint.decomposes(saved_ops or ()):
         joint, saved_ops = _capture(replace(case, activation_budget=1.0)), None
     return compiled_workload(joint, saved_ops, case.activation_budget)
+
+
+def _loss_of_logits(build: Callable[[int], TracedModule], sequences: int) -> TracedModule:
+    """Return the loss of the logits of the module that `build` returns."""
+    (logits,) = build(sequences).call()
+    given = torch.empty_like(logits, requires_grad=True).clone()
+    targets = torch.zeros(logits.shape[:2], dtype=torch.int64)
+    return TracedModule(LogitsLoss(), (given, targets, torch.ones(())))
 
 
 @cache

@@ -1,11 +1,13 @@
 """Trace a module in eager mode: every operation, and the memory live at each of them."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +19,7 @@ from meshwright.parallel.operators import (
     PRODUCTS,
     VIEWS,
     attention_flops,
-    attention_shape,
+    attention_head_dim,
     collective_axis,
     custom_op_body,
 )
@@ -130,9 +132,51 @@ class _OpRecorder(TorchDispatchMode):
         return result
 
 
-def trace_eager(build: Callable[[int], TracedModule]) -> tuple[Phase, Phase, Linear, Linear]:
-    """Return forward, backward, saved and output bytes of the module that `build` returns for sequences."""
-    runs = [_record(build(sequences)) for sequences in RECORDED_SEQUENCES]
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm as the kernels that CUDA has for it, without values: one in the forward, and one for each
+    gradient in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: _OpRecorder, x: Tensor, weight: Tensor) -> Tensor:
+        result, scale = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.recorder = recorder
+        recorder.operations.append(record_op("rms_norm", (), [x, weight], [result, scale]))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        results = torch.empty_like(x), torch.empty_like(weight)
+        for made in results:
+            read = [gradient, x, weight, scale]
+            ctx.recorder.operations.append(record_op("rms_norm_backward", (), read, [made]))
+        return None, *results
+
+
+@contextmanager
+def _cuda_kernels(recorder: _OpRecorder) -> Iterator[None]:
+    """Context in which RMSNorm is the kernels of CUDA, also in what a backward recomputes, where the engine
+    switches torch's function modes off."""
+    functional: Any = F
+    plain = F.rms_norm
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+        return plain(x, shape, weight, eps) if weight is None else _FusedNorm.apply(recorder, x, weight)
+
+    functional.rms_norm = rms_norm
+    try:
+        yield
+    finally:
+        functional.rms_norm = plain
+
+
+def trace_eager(
+    build: Callable[[int], TracedModule], on_cuda: bool = False
+) -> tuple[Phase, Phase, Linear, Linear]:
+    """Return forward, backward, saved and output bytes of the module that `build` returns for sequences, run
+    by the kernels of a CPU or of CUDA."""
+    runs = [_record(build(sequences), on_cuda) for sequences in RECORDED_SEQUENCES]
     forwards, backwards, outputs = zip(*runs, strict=True)
     return (
         join_phases(forwards),
@@ -142,10 +186,10 @@ def trace_eager(build: Callable[[int], TracedModule]) -> tuple[Phase, Phase, Lin
     )
 
 
-def _record(subject: TracedModule) -> tuple[RecordedPhase, RecordedPhase, int]:
+def _record(subject: TracedModule, on_cuda: bool) -> tuple[RecordedPhase, RecordedPhase, int]:
     """Return the forward, the backward, and the bytes of the output."""
     held = [*subject.module.parameters(), *subject.module.buffers(), *subject.tables]
-    with _OpRecorder(held) as recorder:
+    with _OpRecorder(held) as recorder, _cuda_kernels(recorder) if on_cuda else nullcontext():
         if subject.input is not None:
             recorder.track(subject.input)
         results = subject.call()
@@ -191,7 +235,7 @@ def record_op(name: str, args: Any, read: Sequence[Tensor], made: Sequence[Tenso
         return Operation("matmul", name, flops, moved, "float8" if in_float8 else dtype)
     if "attention" in name:
         flops = Linear(attention_flops(name, args))
-        return Operation("attention", name, flops, moved, dtype, *attention_shape(name, args))
+        return Operation("attention", name, flops, moved, dtype, attention_head_dim(name, args))
     if name in COLLECTIVES:
         full = Linear(max(t.nbytes for t in (*read, *made)))
         return Operation("collective", COLLECTIVES[name], Linear(), full, dtype, axis=collective_axis(args))

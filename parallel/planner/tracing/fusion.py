@@ -55,12 +55,18 @@ class Value:
 
 @dataclass(eq=False)
 class Kernel:
-    """Values computed together. `reads`: tensors read from memory; `writes`: values that others read."""
+    """Values computed together. `uses`: each value, in order, with the tensors that computing it reads;
+    `reads`: tensors read from memory; `writes`: values that others read."""
 
-    nodes: list[Node]
+    uses: dict[Node, set[Node]]
     reads: set[Node]
     loops: list[Loop]
     writes: set[Node] = field(default_factory=set)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The values."""
+        return [*self.uses]
 
     @property
     def elements(self) -> int:
@@ -82,7 +88,7 @@ def fuse(values: Mapping[Node, Value], elements: Mapping[Node, int]) -> dict[Nod
     kernels: dict[Node, Kernel] = {}
     for node, reads in _stored_values(values).items():
         loop, part_of = values[node].loop, values[node].part_of
-        kernels[node] = kernel = Kernel([node], reads, [loop] if loop else [])
+        kernels[node] = kernel = Kernel({node: reads}, reads, [loop] if loop else [])
         producers = {kernels[source] for source in reads if source in kernels}
         for producer in sorted(producers, key=lambda each: -sum(elements[n] for n in each.nodes)):
             if producer.nodes[0] is part_of or (
@@ -184,8 +190,8 @@ def _can_mix(first: Kernel, second: Kernel) -> bool:
 
 def _join(first: Kernel, second: Kernel, kernels: dict[Node, Kernel]) -> Kernel:
     """Add the second kernel to the first, and return it."""
-    first.nodes += second.nodes
+    first.uses |= second.uses
     first.loops += second.loops
-    first.reads = (first.reads | second.reads).difference(first.nodes)
+    first.reads = (first.reads | second.reads).difference(first.uses)
     kernels.update(dict.fromkeys(second.nodes, first))
     return first

@@ -5,7 +5,7 @@ fusion.py says which values share a kernel. The Python body of a custom operator
 operator, with two micro batches.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import or_
@@ -199,17 +199,11 @@ class KernelGraph:
         placeholders = {self.storage[node] for node in self._nodes if node.op == "placeholder"}
         return placeholders.difference(self._inputs.uncounted)
 
-    def lifetimes(
-        self, held: bool = False, writable: Collection[Node] | None = None
-    ) -> dict[Node, tuple[int, int]]:
+    def lifetimes(self, held: bool = False) -> dict[Node, tuple[int, int]]:
         """Return the first and the last kernel with each counted storage; the first is -1 for a placeholder,
-        the last is the number of kernels for a result.
-
-        Args:
-            held: whether the placeholders live to the end
-            writable: the storages that a kernel may overwrite; None: all
-        """
+        the last is the number of kernels for a result. `held`: whether the placeholders live to the end."""
         placeholders, end = self.counted_placeholders(), len(self.kernels)
+        writable = self._kernel_of.keys() | set(self._inputs.donated)
         last = {node: i for i, kernel in enumerate(self.kernels) for node in kernel.reads | kernel.writes}
         last |= dict.fromkeys(filter(None, self.returned()), end) | dict.fromkeys(
             placeholders if held else (), end
@@ -217,15 +211,14 @@ class KernelGraph:
         first = dict.fromkeys(sorted(placeholders), -1)
         for i, kernel in enumerate(self.kernels):
             dying = (node for node in sorted(kernel.reads) if node in first and last[node] == i)
-            free = [node for node in dying if writable is None or node in writable]
+            free = [node for node in dying if node in writable]
             last |= dict.fromkeys(_overwritten(kernel, free), i - 1)
             first |= dict.fromkeys(sorted(kernel.writes), i)
         return {node: (begin, last.get(node, -1)) for node, begin in first.items()}
 
     def _moments(self) -> list[Linear]:
         """Return the live bytes before the first kernel and during each kernel, including its results."""
-        writable = self._kernel_of.keys() | set(self._inputs.donated)
-        lifetimes = self.lifetimes(self._inputs.held, writable)
+        lifetimes = self.lifetimes(self._inputs.held)
 
         def live(begin: int, end: int) -> Linear:
             living = (node for node, (first, last) in lifetimes.items() if first <= begin and last >= end)
@@ -239,14 +232,24 @@ class KernelGraph:
         return moments
 
 
-def _overwritten(kernel: Kernel, dying: Iterable[Node]) -> set[Node]:
-    """Return the dying input that an elementwise kernel overwrites with its only result, as inductor does for
-    equal dtypes and sizes (torch/_inductor/scheduler.py, decide_inplace_update). With several results it
-    depends on their loops, so none is assumed to be overwritten."""
-    if _is_anchor(kernel.nodes[0]) or len(kernel.writes) != 1:
-        return set()
-    (result,) = kernel.writes
-    return set(islice((node for node in dying if _storage_key(node) == _storage_key(result)), 1))
+def _overwritten(kernel: Kernel, dying: Collection[Node]) -> set[Node]:
+    """Return the dying inputs that a fused kernel overwrites, as inductor does (torch/_inductor/scheduler.py,
+    decide_inplace_update): a result takes the place of an input of equal dtype and size that the kernel uses
+    only for it, and for values that it is computed from."""
+    overwritten, before = set[Node](), dict[Node, set[Node]]()
+    for node, reads in kernel.uses.items():
+        own = reads & before.keys()
+        before[node] = own.union(*map(before.__getitem__, own))
+        users = {read: {value for value in kernel.uses if read in kernel.uses[value]} for read in reads}
+        free = (
+            read
+            for read in dying
+            if read in reads and read not in overwritten and _storage_key(read) == _storage_key(node)
+            if users[read] <= before[node] | {node}
+        )
+        if node in kernel.writes and not _is_anchor(node):
+            overwritten |= set(islice(free, 1))
+    return overwritten
 
 
 def _is_anchor(node: Node) -> bool:

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.parallel.activation_checkpoint import count_saved
+from meshwright.parallel.compile.apply import through_own_frame
 from meshwright.parallel.model.forward import fake_tensors
 from meshwright.parallel.plan.schema import TensorPlan
 from meshwright.parallel.plan.selective_policy import find_op
@@ -44,10 +45,11 @@ def apply_as_single_tp_rank(model: nn.Module, tensor: TensorPlan, degree: int) -
 MOST_TRACED_SEQUENCES = 2  # the graphs of all larger micro batches are the same, except for sizes
 
 
-def eager_workload(build: Callable[[int], TracedModule]) -> ModuleWorkload:
-    """Return the workload, run eagerly, of the module that `build` returns for a number of sequences."""
+def eager_workload(build: Callable[[int], TracedModule], on_cuda: bool = False) -> ModuleWorkload:
+    """Return the workload, run eagerly by the kernels of a CPU or of CUDA, of the module that `build` returns
+    for a number of sequences."""
     with fake_tensors():
-        forward, backward, saved, output = trace_eager(build)
+        forward, backward, saved, output = trace_eager(build, on_cuda)
         module = build(1).module
     return ModuleWorkload(
         count_parameters(module), forward, backward, saved, output, list_weights(module.parameters())
@@ -129,6 +131,7 @@ def capture_joint(build: Callable[[int], TracedModule], micro_batch_size: int = 
 
     with fake_tensors(), _quiet_compiler():
         subject = build(sequences)
+        through_own_frame(subject.module)
         # all of it: some modules compile only a part of themselves
         nn.Module.compile(subject.module, fullgraph=True, backend=backend)
         subject.call()

@@ -9,8 +9,8 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.parallel.planner.cost_model import step_times, with_kernel
-from meshwright.parallel.planner.hardware import load_hardware, share_at
+from meshwright.parallel.planner.cost_model import step_times
+from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.parallel.planner.memory_model import predict_step_memory
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory, run_workload
@@ -121,16 +121,6 @@ def test_a_plan_file_for_another_kind_of_device_says_where_it_is_wrong(tmp_path)
         check_attention(config.job, plan_run(config.job, 1), "cuda")
 
 
-def test_float32_attention_has_the_devices_own_rates() -> None:
-    hardware = load_hardware()["h200"]
-    with_efficient = with_kernel(hardware, "efficient")
-    assert with_efficient.attention_forward["float32"] == hardware.attention_forward["float32"]
-    share, _ = hardware.attention_kernels["efficient"]
-    assert with_efficient.attention_forward["bfloat16"] == tuple(
-        (length, rate * share) for length, rate in hardware.attention_forward["bfloat16"]
-    )
-
-
 def test_auto_is_cudnn_on_hopper_flash_before_flex_for_documents_and_ours_on_a_cpu() -> None:
     config = parse_config(["--parallel.param_dtype=bfloat16"])
     apart = parse_config(["--data.document_mask=true"])
@@ -198,7 +188,7 @@ def test_attention_takes_its_kernels_time() -> None:
         plan = plan_run(config.job, 8, 8, kernel)
         times = step_times(plan, run_workload(config.job, plan), hardware, 8)
         seconds[kernel] = times.modules["layers.0"].forward.compute_s
-    share, _ = hardware.attention_kernels["flash"]
-    rate = hardware.peak_tflops["bfloat16"] * 1e12 * share_at(hardware.attention_forward["bfloat16"], 8192)
-    attention_s = 8192**2 * 4096 * 2 / rate
-    assert seconds["flash"] - seconds["cudnn"] == pytest.approx(attention_s * (1 / share - 1), rel=0.05)
+    shares = [hardware.attention[kernel]["bfloat16"][0] for kernel in ("flash", "cudnn")]
+    peak_s = 8192**2 * 4096 * 2 / (hardware.peak_tflops["bfloat16"] * 1e12)
+    difference_s = peak_s / shares[0] - peak_s / shares[1]
+    assert seconds["flash"] - seconds["cudnn"] == pytest.approx(difference_s, rel=0.05)

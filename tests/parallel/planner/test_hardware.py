@@ -13,7 +13,6 @@ from meshwright.parallel.planner.hardware import (
 )
 from meshwright.parallel.yaml_io import YamlError
 
-CURVE = "[[1, 0.5], [100, 0.8]]"  # of matmul.float32
 FILES = sorted(HARDWARE_FOLDER.glob("*.yaml"))
 
 
@@ -25,12 +24,14 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     assert {"bfloat16", "float32"} <= kind.peak_tflops.keys()
     assert all(isinstance(rate, float) and 0.001 < rate < 10_000 for rate in kind.peak_tflops.values())
     assert kind.peak_tflops["bfloat16"] > kind.peak_tflops["float32"]
-    curves = [*kind.matmul.values(), *kind.node.efficiency.values(), *kind.network.efficiency.values()]
-    curves += [*kind.attention_forward.values(), *kind.attention_backward.values(), kind.attention_head_dim]
+    curves = [*kind.node.efficiency.values(), *kind.network.efficiency.values(), kind.attention_head_dim]
     assert all(0 < share_at(curve, size) <= 1 for curve in curves for size in (1, 1e3, 1e6))
-    assert all(0 < share <= 1 for share in (*kind.memory_efficiency.values(), *kind.power_limit.values()))
+    shares = [*kind.matmul.values(), *kind.memory_efficiency.values(), kind.power_limit]
+    shares += [share for kernel in kind.attention.values() for both in kernel.values() for share in both]
+    assert all(0 < share <= 1 for share in shares)
     assert 0 <= kind.network_slowdown <= kind.slowdown < 0.5
-    assert 0 <= kind.reserved_share < 0.5
+    assert 0 <= kind.reserved_share < 0.8
+    assert 0.5 < kind.reached <= 1
     assert kind.network.gb_s < kind.node.gb_s * 8
     assert 0 < kind.node.latency_s < 1e-3
     assert 0 < kind.network.latency_s < 1e-3
@@ -60,11 +61,6 @@ def test_a_curve_is_interpolated_over_the_logarithm_and_ends_flat() -> None:
     assert share_at(((1.0, 0.8),), 1e9) == 0.8
 
 
-def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
-    kind = read_hardware(change(tmp_path, "all_gather: [[2, 0.8], [32, 0.5]]", "all_gather: 0.7"))
-    assert [share_at(kind.network.efficiency["all_gather"], nodes) for nodes in (2, 64)] == [0.7, 0.7]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -73,7 +69,7 @@ def test_one_number_is_a_curve_for_every_size(tmp_path: Path) -> None:
         ("memory_gb_s: 3350.0", "memory_gb_s: 0", "memory_gb_s=0 must be a finite number greater than 0"),
         ("  gb_s: 450.0", "  gbs: 450.0", "node.gb_s is missing"),
         ("all_reduce: 0.8", "broadcast: 0.8", "unknown key node.efficiency.broadcast"),
-        (CURVE, "[[100, 0.5], [1, 0.8]]", "matmul.float32: sizes must be in ascending order: [100.0, 1.0]"),
+        ("[[64, 0.69], ", "[[200, 0.69], ", "attention_head_dim: sizes must be in ascending order: [200.0"),
         ("  float8: 1978.9\n", "", "matmul.float8: peak_tflops has no key float8"),
         ("memory_efficiency: {float32: 0.9,", "memory_efficiency: {", "memory_efficiency.float32 is missing"),
     ],

@@ -24,6 +24,7 @@ def run() -> dict[str, Any]:
 def test_launches_waits_and_collectives_are_counted_by_library_and_axis(run: dict[str, Any]) -> None:
     assert run["launches_by_library"] == {"torch": 7, "cublas": 2, "cudnn": 1, "triton": 2}
     assert run["host_waits"] == run["device_allocations"] == 0
+    assert run["host_waits_at"] == {"model.py:7": 2}
     assert run["copies"] == [{"kind": "HtoD", "count": 1, "bytes": 240}]
     gathered, reduced = VOCABULARY * DIM * BFLOAT16, (VOCABULARY + 1) * DIM * FLOAT32  # the head has a norm
     assert [tuple(c.values()) for c in run["collectives"]] == [

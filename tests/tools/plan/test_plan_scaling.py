@@ -72,11 +72,12 @@ def test_the_configs_own_plan_is_swept_too(capsys: Output) -> None:
     assert large[0]["reason"].startswith("does not fit: needs ")
     assert large[-1]["fits"]
     main(arguments)
-    table, reasons = capsys.readouterr().out.strip().split("\n\n")
+    table, reasons, trust = capsys.readouterr().out.strip().split("\n\n")
     bars = [line.count("#") for line in table.splitlines()[1:]]
     assert max(bars) == 30
     assert min(bars) >= 1
     assert len(bars) + len(reasons.splitlines()) == 7
+    assert trust.splitlines()[0].startswith("errors: several nodes: ")
 
 
 def test_nothing_possible_is_an_error_with_every_reason() -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload
-from meshwright.parallel.planner.workload import Buffer, Linear, ModuleWorkload, total
+from meshwright.parallel.planner.workload import Buffer, Linear, ModuleWorkload, total, with_loss
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
@@ -51,6 +52,23 @@ def test_the_lifetimes_of_a_small_module_by_hand() -> None:
         ("weight_grad", Linear(W), 4, 6),
         ("input_grad", per_sequence(X), 5, 6),
     ]
+
+
+def test_a_loss_does_not_overwrite_the_logits_of_a_graph_before_it() -> None:
+    """Forward: logits, loss. Backward: the gradient of the logits beside them, then those of the head."""
+
+    def loss(sequences: int) -> TracedModule:
+        logits = torch.empty(sequences, TOKENS, HIDDEN, requires_grad=True).clone()
+        return TracedModule(LogitsLoss(), (logits, torch.zeros(sequences, TOKENS).long(), torch.ones(())))
+
+    def head(sequences: int) -> TracedModule:
+        return TracedModule(nn.Linear(DIM, HIDDEN, bias=False), build(sequences).args)
+
+    work = with_loss(*(compiled_workload(capture_joint(part)) for part in (head, loss)))
+    large = [b for b in work.buffers if b.size.per_sequence == H]
+    assert [(b.role, b.begin, b.end) for b in large] == [("inner", -3, 1), ("inner", 1, 4)]
+    assert max(live.per_sequence for live in work.of_loss) == pytest.approx(2 * H + X, rel=0.2)
+    assert max(live.per_sequence for live in work.backward.live_bytes) == pytest.approx(H + X, rel=0.2)
 
 
 FULL = "--parallel.activation_checkpoint=full"

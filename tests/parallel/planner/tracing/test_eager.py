@@ -85,6 +85,18 @@ def test_an_operation_moves_what_it_reads_and_writes() -> None:
     ]
 
 
+def test_rms_norm_is_one_kernel_on_cuda_and_one_for_each_gradient() -> None:
+    norm, weight, scale = nn.RMSNorm(WIDE), WIDE * 4, TOKENS * 4
+    forward, backward, saved, _ = trace_eager(subject_of(norm), on_cuda=True)
+    assert [(op.name, op.bytes) for op in forward.operations] == [("rms_norm", Linear(weight, 2 * X + scale))]
+    assert saved == Linear(0, X + scale)
+    assert [op.bytes for op in backward.operations] == [
+        Linear(weight, 3 * X + scale),
+        Linear(2 * weight, 2 * X + scale),
+    ]
+    assert len(trace_eager(subject_of(norm))[0].operations) > 1
+
+
 def test_tables_are_not_counted_and_what_does_not_grow_is_fixed() -> None:
     table = torch.ones(TOKENS, WIDE)
     forward, _, saved, _ = trace_eager(subject_of(Calls(lambda x, table: x * torch.exp(table)), table))

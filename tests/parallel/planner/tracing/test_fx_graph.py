@@ -196,6 +196,16 @@ def test_an_only_result_is_written_into_an_input_that_dies() -> None:
     )
 
 
+def test_of_several_results_each_takes_the_place_of_an_input_that_only_it_uses() -> None:
+    """As in the backward of a gated product: of three inputs, both results use one."""
+
+    def gates(a: Tensor, b: Tensor, c: Tensor, w: Tensor) -> list[Tensor]:
+        a, b, c = (torch.mm(each, w) for each in (a, b, c))
+        return [torch.mm(a * c, w), torch.mm(b * c, w)]
+
+    assert read(gates, x, x.clone(), x.clone(), w, weights=1).phase().live_bytes == (per_sequence(4 * X),)
+
+
 def test_an_input_that_is_needed_again_is_not_written_into() -> None:
     """The matmul's result is returned as well."""
     both = read(

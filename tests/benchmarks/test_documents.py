@@ -1,0 +1,37 @@
+"""Predicted figures in README.md and docs/scaling.md are today's."""
+
+import pytest
+
+from benchmarks.scaling import PAGE, predict_row
+from benchmarks.support.documents import OUTPUTS, ROOT, block_of, printed, refreshed
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.tools.processes import BenchError
+
+PRINTED = ["why:", "- tp=1: 2 is 3.5% slower; 4 does not fit", "GPUs  tokens/s", "8     1,234", "16    2,345"]
+
+
+def test_a_block_gets_todays_lines_at_its_width() -> None:
+    block = "why:\n- tp=1: 2 is 1.5% slower; 4 does\n  not fit\n...\n16    9"
+    today = "why:\n- tp=1: 2 is 3.5% slower; 4 does not fit\n...\n16    2,345"
+    assert refreshed(block, PRINTED) == today
+    assert block_of(f"a\n```\n{block}\n```\n", "why:") == block
+    with pytest.raises(BenchError, match="change the page by hand: exposed 5%"):
+        refreshed("exposed 5%", PRINTED)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.sampled(3)
+def test_the_readme_and_the_page_on_scaling_have_todays_figures() -> None:
+    page = ROOT / "README.md"
+    for first, arguments in OUTPUTS[page].items():
+        block = block_of(page.read_text(encoding="utf-8"), first)
+        assert refreshed(block, printed(arguments)) == block, "python -m benchmarks.scaling --write"
+    rows = PAGE.read_text(encoding="utf-8").splitlines()
+    for model, kind, gpus in (
+        ("llama_8b", "h100-sxm", 8),
+        ("llama_8b", "h200", 1024),
+        ("llama_70b", "h200", 8),
+    ):
+        cells = predict_row(model, load_hardware()[kind], gpus).cells()
+        assert f"| {' | '.join(cells)} |" in rows, "python -m benchmarks.scaling --write"
