@@ -50,13 +50,8 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Score:
-    """The result of evaluating one set.
-
-    Args:
-        nats: sum of the loss over the tokens
-        tokens: number of predicted tokens
-        bytes_per_token: bytes of UTF-8 text per predicted token, over the entire set
-    """
+    """The result of evaluating one set: the sum of the loss in `nats` over its predicted tokens, and the
+    bytes of UTF-8 text per predicted token, over the entire set."""
 
     nats: float
     tokens: int

@@ -61,12 +61,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """The current results of a sweep, the best run first.
-
-    Args:
-        winner: the variant that wins, or None
-        verdict: why
-    """
+    """The current results of a sweep, the best run first; the variant that wins, or None, and why."""
 
     name: str
     spec: Spec

@@ -87,21 +87,10 @@ def analyze_profile(
         steps = dict(sorted(steps.items()))
         stragglers, clock = find_stragglers(steps, clocks, device_type != "cpu", find_mesh(path))
     step = median_step(own)
-    return ProfileAnalysis(
-        path,
-        facts,
-        device_type,
-        rank,
-        tuple(steps),
-        own,
-        step,
-        sum_communication(step),
-        judge_prefetch(step, device_type != "cpu"),
-        sorted(slow, key=lambda unit: (unit.equals_ns - unit.ns, unit.rank)),
-        stragglers,
-        clock,
-        left_out,
-    )
+    communication, prefetch = sum_communication(step), judge_prefetch(step, device_type != "cpu")
+    slow.sort(key=lambda unit: (unit.equals_ns - unit.ns, unit.rank))
+    of_step = step, communication, prefetch, slow, stragglers
+    return ProfileAnalysis(path, facts, device_type, rank, tuple(steps), own, *of_step, clock, left_out)
 
 
 def find_steps(store: TraceEvents) -> list[ProfiledStep]:
