@@ -173,8 +173,9 @@ def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTa
         tokenizer = find_model_tokenizer(folder, config.data, options.tokenizer)
         data = with_tokenizer(config.data, tokenizer)
         if options.data:
-            no_others = {"mixture": {}, "validation": {}, "eval_fraction": 0.0}
-            data = dataclasses.replace(data, source=options.data, **no_others)
+            data = dataclasses.replace(
+                data, source=options.data, mixture={}, validation={}, eval_fraction=0.0
+            )
         config = dataclasses.replace(config, data=data)
     return EvalTarget(folder, config, weights)
 

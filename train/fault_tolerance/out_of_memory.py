@@ -99,11 +99,10 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
         yield _in_gib(
             f"predicted {predicted.peak_bytes / GIB:.2f} GiB at the peak", asdict(predicted.at_peak)
         )
-        kind, host = load_hardware()["cpu"], None
-        if device.type == "cuda":
-            kind = find_hardware(torch.cuda.get_device_name(device))
-            held = host_memory(plan, run_workload(job, plan)).total
-            host = held + free_host_bytes() // ranks.local_world_size
+        on_cpu = device.type == "cpu"
+        kind = load_hardware()["cpu"] if on_cpu else find_hardware(torch.cuda.get_device_name(device))
+        held = host_memory(plan, run_workload(job, plan)).total
+        host = None if on_cpu else held + free_host_bytes() // ranks.local_world_size
         machines = Machines(plan.mesh.world_size, ranks.local_world_size, 0, kind, host)
         for change in suggest_savings(job, plan, machines):
             yield f"would help: {change.describe()}"
