@@ -78,11 +78,8 @@ class Attention(nn.Module):
         )
         # Autograd saves the values, but not the unrotated queries and keys: as a view of the fused output,
         # the values would keep all three in memory.
-        q_BTNH, k_BTKH, v_BTKH = (
-            apply_rope(q_BTNH, cos, sin),
-            apply_rope(k_BTKH, cos, sin),
-            v_BTKH.contiguous(),
-        )
+        q_BTNH, k_BTKH = apply_rope(q_BTNH, cos, sin), apply_rope(k_BTKH, cos, sin)
+        v_BTKH = v_BTKH.contiguous()
         return self.wo(rearrange(self.inner(q_BTNH, k_BTKH, v_BTKH, documents), "B T N H -> B T (N H)"))
 
 

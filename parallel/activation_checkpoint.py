@@ -65,11 +65,8 @@ def selective_contexts(ops: tuple[str, ...]) -> Any:
     saved = {is_recompute: count_saved(ops) for is_recompute in (False, True)}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return (
-            CheckpointPolicy.MUST_SAVE
-            if saved[context.is_recompute](op)
-            else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        is_saved = saved[context.is_recompute](op)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 

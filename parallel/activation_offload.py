@@ -12,7 +12,7 @@ last block's backward runs first, so its saved tensors stay on the device.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.parallel.plan.schema import Plan
 
 LEAST_BYTES = 2**16  # smaller storages stay on the device: starting the copy would take longer than the copy
-FETCH_LABEL = "Offload::fetch"  # in a profile
+SEND_LABEL, FETCH_LABEL = "Offload::send", "Offload::fetch"  # in a profile
 
 
 def apply_activation_offload(model: nn.Module, plan: Plan) -> None:
@@ -174,7 +174,8 @@ class ActivationOffload:
         ):
             return tensor
         if block.excluded is None:  # here, because parameters are not gathered before the forward
-            block.excluded = _storage_ids([*module.parameters(), *shared])
+            kept = (part for tensor in (*module.parameters(), *shared) for part in _parts(tensor))
+            block.excluded = frozenset(part.untyped_storage()._cdata for part in kept)
         if storage._cdata in block.excluded:
             return tensor
         if storage._cdata not in block.storages:
@@ -238,11 +239,6 @@ class ActivationOffload:
         block.storages.clear()
 
 
-def _storage_ids(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Return torch's ids of the tensors' storages."""
-    return frozenset(part.untyped_storage()._cdata for tensor in tensors for part in _parts(tensor))
-
-
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors inside a wrapper, such as a DTensor or a float8 weight with its scale."""
     if is_traceable_wrapper_subclass(tensor):
@@ -251,6 +247,3 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
             yield from _parts(part) if isinstance(part, Tensor) else ()
     else:
         yield tensor
-
-
-SEND_LABEL = "Offload::send"  # in a profile

@@ -37,19 +37,10 @@ class MemoryBreakdown:
 
     @functools.cached_property
     def total(self) -> int:
-        """The sum of all kinds."""
-        return (
-            self.params
-            + self.grads
-            + self.optimizer
-            + self.unsharded
-            + self.activations
-            + self.logits
-            + self.buffers
-        )
+        state = self.params + self.grads + self.optimizer + self.unsharded
+        return state + self.activations + self.logits + self.buffers
 
     def gib(self) -> dict[str, float]:
-        """Return GiB by kind."""
         return {kind: size / GIB for kind, size in dataclasses.asdict(self).items()}
 
 

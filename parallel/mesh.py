@@ -28,12 +28,8 @@ def build_mesh(
     mesh: MeshPlan, device_type: str, timeout: timedelta | None = None, on_host: bool = False
 ) -> DeviceMesh:
     """Build a mesh with the axes dp_replicate, dp_shard (x cp) and tp, including those of degree 1. Needs an
-    initialized process group; every rank calls it.
-
-    Args:
-        timeout: of the axes' groups; None: torch's default
-        on_host: whether the groups reduce tensors in host memory too, as with cpu_offload
-    """
+    initialized process group; every rank calls it. `timeout`: of the axes' groups; None: torch's default;
+    `on_host`: whether the groups reduce tensors in host memory too, as with cpu_offload."""
     ranks = torch.arange(mesh.world_size).view(mesh.dp_replicate, mesh.shards, mesh.tp)
     return mesh_of_own_groups(ranks, AXES, device_type, timeout, on_host)
 

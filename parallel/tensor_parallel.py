@@ -73,13 +73,8 @@ class TensorAxis:
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Shard the weights of a model on the meta device over `mesh`, the tp axis, and replace its modules'
     forwards by those of their styles, in place. A weight shared by two modules stays shared."""
-    axis = TensorAxis(
-        mesh.get_group().group_name,
-        mesh.size(),
-        mesh.get_local_rank(),
-        plan.tensor.sequence_parallel,
-        plan.async_tp,
-    )
+    place = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
+    axis = TensorAxis(*place, plan.tensor.sequence_parallel, plan.async_tp)
 
     def shard(full: Tensor, placement: Placement) -> Tensor:
         return distribute_tensor(full, mesh, [placement], src_data_rank=None)

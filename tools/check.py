@@ -21,7 +21,7 @@ from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES
 from meshwright.parallel.plan.serialize import plan_to_table
-from meshwright.tools.cli import new_parser, run_tool, to_json
+from meshwright.tools.cli import new_parser, parse_with_keys, run_tool, to_json
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import OwnModel, call_factory
@@ -32,7 +32,7 @@ DESCRIPTION = """example:
 Compare a model, sharded, recomputed and compiled on 2 to 16 processes of this CPU, with the unsharded one:
 outputs and every gradient.
 """
-PROG, PREFIX = "tools.check", "--model."
+PREFIX = "--model."
 DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}  # and their defaults
 
 
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises ConfigError and PlanError.
     """
-    options, rest = make_parser().parse_known_args(arguments)
-    made, described = build(options.factory, rest)
+    options, keys = parse_with_keys(make_parser(), arguments)
+    made, described = build(options.factory, keys)
     degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
         **degrees,
@@ -71,7 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
     parser = new_parser("check", "--model.factory MODULE:FUNCTION", DESCRIPTION)
     add = parser.add_argument
     add(

@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.serialize import format_table as format_table  # the tools' too
+from meshwright.train.config_keys import is_config_key
 from meshwright.train.distributed.exit import escape_unencodable
 from meshwright.train.errors import USER_ERRORS, ConfigError
 
@@ -44,7 +46,7 @@ def new_parser(tool: str, arguments: str, description: str, epilog: str = "") ->
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:
-    """Add --config, of which `config_arguments` makes arguments of `parse_config`."""
+    """Add --config, the files of `parse_with_keys`."""
     parser.add_argument(
         "--config",
         action="append",
@@ -55,20 +57,30 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_node_option(parser: argparse.ArgumentParser) -> None:
-    """Add --gpus-per-node."""
     text = "processes per node, one per GPU (default 8, at most all), on which strategies depend"
     parser.add_argument("--gpus-per-node", type=positive, default=8, metavar="N", help=text)
 
 
-def config_arguments(options: argparse.Namespace, keys: Sequence[str], prog: str) -> list[str]:
-    """Return the arguments of `parse_config`: the files of --config, then the keys. Raises ConfigError if
-    nothing says which model it is."""
+def parse_with_keys(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return a tool's own options, and the arguments of `parse_config`: the files of its --config, if it has
+    that option, then config keys. Raises ConfigError for an option that is neither, and if no --config and no
+    key says which model it is."""
+    options, keys = parser.parse_known_args(arguments)
+    known = [name for action in parser._actions for name in action.option_strings]
+    for name in (key.partition("=")[0] for key in keys if key.startswith("--")):
+        if not ("." in name or is_config_key(name[2:]) or name in ("--config", "--print_config")):
+            hint = nearest(name, known) or f" See {parser.prog} -h for all options."
+            raise ConfigError(f"unknown option {name}.{hint}")
+    if "config" not in options:
+        return options, keys
     if not options.config and not any(key.startswith("--model.factory") for key in keys):
         raise ConfigError(
             "--config X is missing, or --model.factory=MODULE:FUNCTION for a model of yours. "
-            f"See python -m {prog} -h"
+            f"See {parser.prog} -h"
         )
-    return [*(f"--config={name}" for name in options.config), *keys]
+    return options, [*(f"--config={name}" for name in options.config), *keys]
 
 
 def to_json(document: object) -> str:

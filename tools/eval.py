@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from meshwright.parallel.compile.apply import check_compiler, use_cache_folder
 from meshwright.parallel.mesh import build_mesh, data_parallel_group
 from meshwright.parallel.plan.schema import Plan
 from meshwright.tools.checkpoint.convert import imported_config
-from meshwright.tools.cli import EXIT_INTERRUPTED, format_table, natural, new_parser, positive, run_tool
+from meshwright.tools.cli import format_table, natural, new_parser, parse_with_keys, positive, run_tool
 from meshwright.tools.generate import add_tokenizer_option, find_model_tokenizer
 from meshwright.tools.run_reader import value_text
 from meshwright.train.checkpoint.commit import find_newest
@@ -37,17 +36,16 @@ from meshwright.train.data.sequences import make_sequence_shape
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import JsonTokenizer, Tokenizer
 from meshwright.train.data.training_data import make_batch_shape
-from meshwright.train.distributed.exit import EXIT_FAILED, EXIT_USER_ERROR, exit_process, print_user_error
 from meshwright.train.distributed.process_group import choose_device, group_timeout, start_process
-from meshwright.train.distributed.ranks import ALONE, RankInfo, read_rank_info
-from meshwright.train.errors import USER_ERRORS, ConfigError, DataError
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.errors import ConfigError, DataError
 from meshwright.train.evaluation import score_sets
 from meshwright.train.hooks import Score
+from meshwright.train.main import end_with
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_on_device
 from meshwright.train.training import shard_model
 
-PROG = "tools.eval"
 DESCRIPTION = """examples:
   python -m tools.eval runs/NAME                        the run's evaluation sets
   python -m tools.eval runs/NAME --data books/ --json   other text
@@ -63,24 +61,14 @@ CONFIG_KEYS = """Config keys of train.main, such as --data.text_field, --data.pa
 FIGURES = ("loss", "perplexity", "bits_per_byte", "tokens")  # of a set, for --json
 # The parallelism of the run does not matter for its evaluation: the model is sharded over the processes of
 # this tool, and keys that only training needs are reset.
+OF_PARALLEL = (
+    "plan=manual strategy=null dp_replicate=auto dp_shard=auto cp=auto cp_exchange=auto tp=auto "
+    "reshard_after_forward=auto activation_checkpoint=none activation_checkpoint_blocks=auto async_tp=false "
+    "float8.all_gather=false unit_min_params=0"
+)
 RESET_KEYS = (
-    "--run.device=auto",
-    "--parallel.plan=manual",
-    "--parallel.strategy=null",
-    "--parallel.dp_replicate=auto",
-    "--parallel.dp_shard=auto",
-    "--parallel.cp=auto",
-    "--parallel.cp_exchange=auto",
-    "--parallel.tp=auto",
-    "--parallel.reshard_after_forward=auto",
-    "--parallel.activation_checkpoint=none",
-    "--parallel.activation_checkpoint_blocks=auto",
-    "--parallel.async_tp=false",
-    "--parallel.float8.all_gather=false",
-    "--parallel.unit_min_params=0",
-    "--train.global_batch_size=-1",
-    "--train.micro_batch_size=1",
-    "--train.freeze=[]",
+    *(f"--parallel.{setting}" for setting in OF_PARALLEL.split()),
+    *("--run.device=auto", "--train.global_batch_size=-1", "--train.freeze=[]"),
 )
 
 
@@ -95,24 +83,11 @@ class EvalTarget:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Evaluate a model, and end the process with an exit code."""
-    options, overrides = make_parser().parse_known_args(arguments)
-    ranks = ALONE
-    try:
-        ranks = read_rank_info()
-        evaluate_model(options, overrides, ranks)
-    except USER_ERRORS as error:
-        print_user_error(ranks, f"{type(error).__name__}: {error}")
-        exit_process(ranks, EXIT_USER_ERROR, error)
-    except KeyboardInterrupt:
-        exit_process(ranks, EXIT_INTERRUPTED)
-    except Exception as error:
-        traceback.print_exc()
-        exit_process(ranks, EXIT_FAILED, error)
-    exit_process(ranks, 0)
+    options, overrides = parse_with_keys(make_parser(), arguments)
+    end_with(lambda ranks: evaluate_model(options, overrides, ranks))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's options."""
     parser = new_parser("eval", "CHECKPOINT_OR_RUN_OR_HF_DIR", DESCRIPTION, CONFIG_KEYS)
     add = parser.add_argument
     model = "a checkpoint, a run (its newest), or a Hugging Face folder, of a Llama or with --model.factory"
@@ -126,20 +101,16 @@ def make_parser() -> argparse.ArgumentParser:
     add_tokenizer_option(parser)
     sequences = "evaluate the first N sequences of each set; 0, the default, evaluates all"
     add("--sequences", type=natural, default=0, metavar="N", help=sequences)
-    add(
-        "--seq_len",
-        type=positive,
-        metavar="T",
-        help="tokens of a sequence (default: the run's train.seq_len)",
-    )
+    seq_len = "tokens of a sequence (default: the run's train.seq_len)"
+    add("--seq_len", type=positive, metavar="T", help=seq_len)
     micro_batch = "sequences per process and forward (default 1)"
     add("--micro_batch_size", type=positive, default=1, metavar="B", help=micro_batch)
     add("--json", action="store_true", help="print one JSON document")
     return parser
 
 
-def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks: RankInfo) -> None:
-    """Find, load and evaluate the model, and print the scores. Raises the classes of
+def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks: RankInfo) -> int:
+    """Find, load and evaluate the model, print the scores, and return the exit code. Raises the classes of
     train.errors.USER_ERRORS."""
     target = find_target(options, overrides)
     config = target.config
@@ -171,6 +142,7 @@ def evaluate_model(options: argparse.Namespace, overrides: Sequence[str], ranks:
         }
         print(json.dumps(figures, indent=2) if options.json else to_text(scores), flush=True)
     dist.destroy_process_group()
+    return 0
 
 
 def find_target(options: argparse.Namespace, overrides: Sequence[str]) -> EvalTarget:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.tools.checkpoint.convert import checkpoint_config, own_weights
-from meshwright.tools.cli import natural, new_parser, number_from, run_tool
+from meshwright.tools.cli import natural, new_parser, number_from, parse_with_keys, run_tool
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.initial_weights import load_weights
 from meshwright.train.checkpoint.manifest import read_origin
@@ -56,7 +56,7 @@ class Sampling:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the prompt and its continuation. Raises CheckpointError, ConfigError and DataError."""
-    options, overrides = make_parser().parse_known_args(arguments)
+    options, overrides = parse_with_keys(make_parser(), arguments)
     checkpoint = find_newest(Path(options.run))
     checkpoint_config(checkpoint)  # raises CheckpointError if there is none
     config = parse_config([f"--config={checkpoint / 'config.yaml'}", *overrides])
@@ -75,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's options."""
     parser = new_parser("generate", "--run RUN_OR_CHECKPOINT", DESCRIPTION)
     add = parser.add_argument
     run = (
@@ -101,7 +100,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--tokenizer` of `find_model_tokenizer`."""
     tokenizer = (
         "a tokenizer.json or its folder; auto, the default, is the tokenizer in the folder of the "
         "weights, or else that of the run's data"

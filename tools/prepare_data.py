@@ -62,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's options."""
     parser = new_parser("prepare_data", "SOURCE OUT_DIR", DESCRIPTION)
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to create; it appears when it is complete")
@@ -128,7 +127,6 @@ class PlainLines:
 
 
 def to_line(progress: Progress) -> str:
-    """Return progress as one line."""
     mb_s = (progress.done_bytes - progress.kept_bytes) / 1e6 / progress.elapsed_s
     left_s = (progress.total_bytes - progress.done_bytes) / 1e6 / mb_s if mb_s else float("inf")
     return (

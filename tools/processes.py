@@ -22,15 +22,8 @@ POLL_S = 0.02  # poll interval of a running command: the resolution of start-up 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL; torchrun needs some of it to end its workers
 REASON_LINES = 6  # maximum lines quoted from the output of a failed command
 _LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
 )
 # An error's name at the start of a line, as rank 0 prints it. torchrun's own report comes later and does not
 # match.
@@ -67,10 +60,7 @@ def own_environment() -> dict[str, str]:
 
 
 def run_to_end(
-    command: Sequence[str] | str,
-    environment: dict[str, str],
-    log: Path,
-    while_running: Callable[[], None],
+    command: Sequence[str] | str, environment: dict[str, str], log: Path, while_running: Callable[[], None]
 ) -> None:
     """Run a command (a string: in a shell), write its output to `log`, call `while_running` every POLL_S.
 

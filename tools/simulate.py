@@ -26,10 +26,10 @@ from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, sim
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,
-    config_arguments,
     format_table,
     natural,
     new_parser,
+    parse_with_keys,
     positive,
     run_tool,
 )
@@ -42,7 +42,6 @@ from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.training import Training, fill_training, shard_model
 
-PROG = "tools.simulate"
 FIRST = 24  # collectives shown without --all
 DESCRIPTION = """examples:
   python -m tools.simulate --config llama_8b.yaml --world-size 64
@@ -62,8 +61,8 @@ NO_BUDGET = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse arguments, simulate, print. Raises ConfigError and PlanError."""
-    options, keys = make_parser().parse_known_args(arguments)
-    config = parse_config(config_arguments(options, keys, PROG))
+    options, of_config = parse_with_keys(make_parser(), arguments)
+    config = parse_config(of_config)
     if not options.rank < options.world_size:
         raise ConfigError(f"--rank={options.rank} must be less than --world-size={options.world_size}")
     plan = plan_run(config.job, options.world_size, options.gpus_per_node)
@@ -75,26 +74,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's options; config keys are parsed separately."""
     parser = new_parser("simulate", "--config X --world-size N [--section.key=value ...]", DESCRIPTION)
+    add = parser.add_argument
     add_config_option(parser)
-    parser.add_argument(
-        "--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU"
-    )
+    add("--world-size", required=True, type=positive, metavar="N", help="processes of the run, one per GPU")
     add_node_option(parser)
-    parser.add_argument(
-        "--rank", type=natural, default=0, metavar="R", help="the rank to simulate (default 0)"
+    add("--rank", type=natural, default=0, metavar="R", help="the rank to simulate (default 0)")
+    add("--all", action="store_true", help=f"show every collective, not only the first {FIRST}")
+    document = (
+        "print one JSON document: collectives in order {op, axis, unit, phase, bytes}, totals per op and "
+        "axis {count, bytes}, memory by kind in GiB (the maximum of each during the step), peak_memory_gib, "
+        "memory_at_peak, host_memory_gib"
     )
-    parser.add_argument(
-        "--all", action="store_true", help=f"show every collective, not only the first {FIRST}"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document: collectives in order {op, axis, unit, "
-        "phase, bytes}, totals per op and axis {count, bytes}, memory by kind in GiB (the maximum of each "
-        "during the step), peak_memory_gib, memory_at_peak, host_memory_gib",
-    )
+    add("--json", action="store_true", help=document)
     return parser
 
 
@@ -116,13 +108,8 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         tokens = torch.zeros(plan.micro_batch_size, job.seq_len, dtype=torch.int64)
         # one document per sequence, which has the most attention blocks
         first = tokens.clone() if job.document_mask else None
-        shape = make_batch_shape(plan, sharded[0].mesh)
-        training[0].step(
-            [
-                shape.local_tokens(Batch(tokens.clone(), tokens.clone(), first))
-                for _ in range(plan.accumulation)
-            ]
-        )
+        batches = [Batch(tokens.clone(), tokens.clone(), first) for _ in range(plan.accumulation)]
+        training[0].step([*map(make_batch_shape(plan, sharded[0].mesh).local_tokens, batches)])
 
     return simulate(plan, TrainingCode(shard, fill, step, model_of(job.model).logits), rank)
 

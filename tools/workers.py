@@ -23,14 +23,8 @@ from meshwright.train.distributed.ranks import read_rank_info
 def run_workers(
     function: str, processes: int, threads: int, device: str, settings: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the result of each rank, as JSON keeps it.
-
-    Args:
-        function: MODULE:FUNCTION, called with the rank's device and the settings
-        threads: of each process on a CPU
-
-    Raises BenchError if a process fails.
-    """
+    """Return the result of each rank, as JSON keeps it, of a function MODULE:FUNCTION of the rank's device
+    and the settings. `threads`: of each process on a CPU. Raises BenchError if a process fails."""
     with tempfile.TemporaryDirectory(prefix="meshwright-workers-") as name:
         folder = Path(name)
         command = [

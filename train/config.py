@@ -378,20 +378,8 @@ ModelConfig = LlamaConfig | FactoryConfig
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """The input of planning: the config values that a plan, its memory and its speed depend on.
-
-    Args:
-        model: shape of our Llama, or a model of yours
-        parallel: requested parallelization
-        seq_len: tokens per sequence
-        micro_batch_size, global_batch_size: as in TrainConfig
-        freeze: fqn patterns of parameters that are not trained
-        document_mask: attention does not cross documents
-        z_loss: weight of the squared log-partition of the logits
-        loss: as in TrainConfig
-        state_dtype: dtype of the optimizer's two moments
-        saves: checkpoints are written, and a run without the memory for it ends
-    """
+    """The input of planning: the config values that a plan, its memory and its speed depend on. `saves`:
+    checkpoints are written, and a run without the memory for it ends."""
 
     model: ModelConfig
     parallel: ParallelConfig

@@ -118,10 +118,12 @@ def help_text(asked: str, configs: Iterable[str]) -> str:
     ("all": all of them). Raises ConfigError."""
     asked = asked.removeprefix("--")
     if not asked or "=" in asked or asked in ("config", "print_config", "help", "-h"):
-        sections = [f"{item.name:10} {_about(item.type)}" for item in dataclasses.fields(Config)]
+        # of model that of our Llama, where it may also be a model of yours
+        about = {item.name: inspect.getdoc(sections_in(item.type)[0]) for item in dataclasses.fields(Config)}
+        sections = [f"{name:10} {(text or '').splitlines()[0]}" for name, text in about.items()]
         lines = [_fill(line, "  ", " " * 13) for line in sections]
         return "\n".join([PAGE, *lines, "", _fill(f"configs: {', '.join(configs)}"), ""])
-    keys = [text for key, text in _keys(Config, "") if asked == "all" or _is_below(key, asked)]
+    keys = [t for key, t in _keys(Config, "") if asked == "all" or f"{key}.".startswith(f"{asked}.")]
     if not keys:
         raise ConfigError(f"-h {asked}: no key begins with that. {key_hint(asked)}")
     return "\n".join(keys)
@@ -129,15 +131,6 @@ def help_text(asked: str, configs: Iterable[str]) -> str:
 
 def _fill(text: str, first: str = "", later: str = "") -> str:
     return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=later)
-
-
-def _is_below(key: str, asked: str) -> bool:
-    return f"{key}.".startswith(f"{asked}.")
-
-
-def _about(kind: Any) -> str:
-    """The first line of a section's docstring; of our Llama's, where it may also be a model of yours."""
-    return (inspect.getdoc(sections_in(kind)[0]) or "").partition("\n")[0]
 
 
 def _keys(kind: Any, prefix: str) -> Iterator[tuple[str, str]]:

@@ -51,7 +51,6 @@ def find_config(name: str) -> Path:
 
 
 def list_configs() -> list[Path]:
-    """Paths of the configs in configs/."""
     return sorted(CONFIG_FOLDER.glob("*.yaml"))
 
 

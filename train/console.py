@@ -26,7 +26,6 @@ class Console:
         self.bar: Progress | None = None
 
     def print(self, text: str) -> None:
-        """Print one or more lines."""
         if not self.prints:
             return
         try:
@@ -42,7 +41,6 @@ class Console:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def print_lines(self, texts: Iterable[str]) -> None:
-        """Print each text."""
         for text in texts:
             self.print(text)
 

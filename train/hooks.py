@@ -50,13 +50,8 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Score:
-    """The result of evaluating one set.
-
-    Args:
-        nats: sum of the loss over the tokens
-        tokens: number of predicted tokens
-        bytes_per_token: bytes of UTF-8 text per predicted token, over the entire set
-    """
+    """The result of evaluating one set: the sum of the loss in `nats` over its predicted tokens, and the
+    bytes of UTF-8 text per predicted token, over the entire set."""
 
     nats: float
     tokens: int
@@ -69,7 +64,6 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
         return math.exp(min(self.loss, 700.0))  # a larger exponent overflows float64
 
     @property
@@ -82,9 +76,8 @@ class Score:
 
 def mean_loss(scores: Mapping[str, Score]) -> float:
     """Mean loss over the tokens of all sets, in nats."""
-    return sum(score.nats for score in scores.values()) / max(
-        1, sum(score.tokens for score in scores.values())
-    )
+    tokens = sum(score.tokens for score in scores.values())
+    return sum(score.nats for score in scores.values()) / max(1, tokens)
 
 
 def is_due(every: int, step: int, last: bool) -> bool:

@@ -177,8 +177,11 @@ class StepProfiler(Hook):
             self._folder.mkdir(parents=True, exist_ok=True)
             with replacing(self._path("json.gz"), ".gz") as partial:
                 profile.export_chrome_trace(str(partial))
-            self._write_memory()
-            write_atomically(self._path("compile.json"), _compile_report().encode())
+            if self._records_memory:
+                with replacing(self._path("memory.pickle")) as partial:
+                    torch.cuda.memory._dump_snapshot(str(partial))
+            graphs = [asdict(graph) | {"total_s": graph.total_s} for graph in compiled_graphs()]
+            write_atomically(self._path("compile.json"), json.dumps(graphs, indent=1).encode())
             written = self._folder
         self._end()
         return written
@@ -195,7 +198,8 @@ class StepProfiler(Hook):
         if self._profile is not None and step == self._first:
             from meshwright.parallel.profiler_annotations import name_units
 
-            self._clear_folder()
+            for old in self._folder.glob("rank-*") if self._rank == 0 else ():  # of an earlier run
+                old.unlink(missing_ok=True)
             self._wait_for_device()  # kernels that still run were launched before the window
             if self._records_memory:
                 torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
@@ -207,11 +211,6 @@ class StepProfiler(Hook):
             # other tools look for this name
             self._step = torch.profiler.record_function(f"ProfilerStep#{step}")
             self._step.__enter__()
-
-    def _clear_folder(self) -> None:
-        """Delete the files of an earlier run of these steps, of all its ranks."""
-        for old in self._folder.glob("rank-*") if self._rank == 0 else ():
-            old.unlink(missing_ok=True)
 
     def _facts(self) -> Mapping[str, Any]:
         """The facts of the run that a trace contains."""
@@ -230,11 +229,6 @@ class StepProfiler(Hook):
     @property
     def _records_memory(self) -> bool:
         return self._config.memory and self._subject.device.type == "cuda"
-
-    def _write_memory(self) -> None:
-        if self._records_memory:
-            with replacing(self._path("memory.pickle")) as partial:
-                torch.cuda.memory._dump_snapshot(str(partial))
 
     def _path(self, ending: str) -> Path:
         return self._folder / f"rank-{self._rank}.{ending}"
@@ -263,7 +257,3 @@ class StepProfiler(Hook):
             )
             self._print(message) if self._rank == 0 else print_error(f"rank {self._rank}: {message}")
             self._end()
-
-
-def _compile_report() -> str:
-    return json.dumps([asdict(graph) | {"total_s": graph.total_s} for graph in compiled_graphs()], indent=1)

@@ -28,17 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is about to train.
-
-    Args:
-        config: the whole configuration
-        planned: its plan and the device of this process
-        training: model, optimizer and loss
-        data: what it trains on, and where it starts (`data.start`)
-        folder: of the run
-        ranks: of this process
-        console: prints lines, on rank 0 only
-    """
+    """A run that is about to train, from `data.start` on. `console` prints lines, on rank 0 only."""
 
     config: Config
     planned: RunPlan
@@ -107,10 +97,7 @@ def load_states(start: Start, states: Mapping[str, Tensor]) -> list[str]:
     lines = []
     for names, problem in (
         (states.keys() - saved, "begins anew, because the checkpoint has none"),
-        (
-            saved - states.keys(),
-            "is in the checkpoint, but not used: no hook of this run has it",
-        ),
+        (saved - states.keys(), "is in the checkpoint, but not used: no hook of this run has it"),
     ):
         hooks = sorted({name.removeprefix(STATE).partition(".")[0] for name in names})
         lines += [f"warning: the state of {', '.join(hooks)} {problem}"] if hooks else []

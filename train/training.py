@@ -38,7 +38,6 @@ class Training:
     def step(
         self, micro_batches: Sequence[Batch], before_optimizer: Callable[[], None] = lambda: None
     ) -> StepResult:
-        """Take one optimizer step (`train_step`)."""
         parts = self.sharded, self.optimizer, micro_batches, self.grad_clip, self.loss_of
         return train_step(*parts, before_optimizer)
 

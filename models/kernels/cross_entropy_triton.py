@@ -12,26 +12,16 @@ from torch import Tensor
 from meshwright.models.loss import IGNORE_INDEX
 
 BLOCK = 4096  # logits, or elements to multiply, that a program loads at a time
-WARPS = 16
 PROGRAMS = 1024  # of a multiplication, at most, so that a launch with factor 1 takes no time
-FUSE = True  # fused multiply-add: Triton's default up to 3.9, which warns that 3.10 changes it
+# of the kernels of rows. Fused multiply-add: Triton's default up to 3.9, which warns that 3.10 changes it
+LAUNCH = {"BLOCK": BLOCK, "num_warps": 16, "enable_fp_fusion": True}
 
 
 def read_rows(logits_nv: Tensor, targets_n: Tensor, first_id: int) -> Tensor:
     """Compute `cross_entropy.plain_rows` by online log-sum-exp (arXiv 1805.02867), one read per logit."""
-    rows_3n = torch.empty(3, len(targets_n), device=targets_n.device)
-    _read[(len(targets_n),)](
-        logits_nv,
-        logits_nv.stride(0),
-        targets_n,
-        first_id,
-        rows_3n,
-        len(targets_n),
-        logits_nv.shape[1],
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-        enable_fp_fusion=FUSE,
-    )
+    n, v = logits_nv.shape
+    rows_3n = torch.empty(3, n, device=targets_n.device)
+    _read[(n,)](logits_nv, logits_nv.stride(0), targets_n, first_id, rows_3n, n, v, **LAUNCH)
     return rows_3n
 
 
@@ -48,23 +38,10 @@ def write_losses(
     """Write losses, and overwrite the logits with their gradient, as `cross_entropy.plain_losses` does."""
     assert rows_3n.is_contiguous()
     assert losses_n.is_contiguous()
-    _write[(len(targets_n),)](
-        logits_nv,
-        logits_nv.stride(0),
-        targets_n,
-        first_id,
-        rows_3n,
-        divisor,
-        losses_n,
-        len(targets_n),
-        z_loss,
-        logits_nv.shape[1],
-        IGNORED=IGNORE_INDEX,
-        GRADIENT=with_gradient,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-        enable_fp_fusion=FUSE,
-    )
+    n, v = logits_nv.shape
+    rows = logits_nv, logits_nv.stride(0), targets_n, first_id, rows_3n
+    constants = {"IGNORED": IGNORE_INDEX, "GRADIENT": with_gradient, **LAUNCH}
+    _write[(n,)](*rows, divisor, losses_n, n, z_loss, v, **constants)
 
 
 @triton.jit

@@ -62,7 +62,12 @@ def apply_compile(model: nn.Module, plan: Plan, tp: DeviceMesh) -> None:
 
 def compile_module(module: nn.Module, config: CompileConfig, budget: float = 1.0) -> None:
     """Compile a module in place. `budget`: share of its activations that the compiler saves."""
-    module.compile(fullgraph=config.fullgraph, dynamic=config.dynamic, **_backend(config, budget))
+    backend: dict[str, Any] = {"backend": config.backend}
+    if budget < 1:
+        backend["backend"] = budget_backend(config.backend, config.mode, budget)
+    elif config.mode != "default":
+        backend["mode"] = config.mode
+    module.compile(fullgraph=config.fullgraph, dynamic=config.dynamic, **backend)
 
 
 def _explained(name: str, compiled: _Call, kind: type, graphs: Counter[type], config: CompileConfig) -> _Call:
@@ -74,10 +79,8 @@ def _explained(name: str, compiled: _Call, kind: type, graphs: Counter[type], co
         try:
             result = compiled(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-            limit = torch._dynamo.config.recompile_limit
-            raise PlanError(
-                f"{name}: {kind.__name__} needs more than {limit} graphs: {_why_many()}"
-            ) from error
+            many = f"more than {torch._dynamo.config.recompile_limit} graphs: {_why_many()}"
+            raise PlanError(f"{name}: {kind.__name__} needs {many}") from error
         except torch._dynamo.exc.TorchDynamoException as error:
             failed = isinstance(error, torch._dynamo.exc.BackendCompilerFailed)
             cause: Any = vars(error)["inner_exception"] if failed else error
@@ -128,13 +131,6 @@ def through_own_frame(module: nn.Module) -> None:
 
 def _class_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
-
-
-def _backend(config: CompileConfig, budget: float) -> dict[str, Any]:
-    """Return the arguments of torch.compile for the backend, with an activation memory budget below 1."""
-    if budget < 1:
-        return {"backend": budget_backend(config.backend, config.mode, budget)}
-    return {"backend": config.backend} | ({"mode": config.mode} if config.mode != "default" else {})
 
 
 def _skip_cpu_probe() -> None:

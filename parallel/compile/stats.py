@@ -35,7 +35,6 @@ class CompiledGraph:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all stages."""
         return self.dynamo_s + self.autograd_s + self.inductor_s
 
 

@@ -123,6 +123,7 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
     context = _make_context(config, model, mesh, tensor)
     gathers = context.exchange == "gather"
     kernel = model.shifted_kernels.get(shape.attention, shape.attention) if gathers else shape.attention
+    tokens, dynamic = micro_batch_size * shape.seq_len // mesh.cp, config.compile.dynamic
     return Plan(
         mesh=mesh,
         micro_batch_size=micro_batch_size,
@@ -131,18 +132,11 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         cpu_offload=config.cpu_offload,
         storage_dtype=config.storage_dtype,
         attention=_resolve(config.attention, kernel if model.attention_kernels else ""),
-        loss_chunk_tokens=_loss_chunk(
-            config,
-            micro_batch_size * shape.seq_len // mesh.cp,
-            tensor,
-            has_loss=bool(model.attention_kernels),
-        ),
+        loss_chunk_tokens=_loss_chunk(config, tokens, tensor, has_loss=bool(model.attention_kernels)),
         fused_projections=config.fused_projections,
         async_tp=config.async_tp,
         float8=make_float8(config.float8, model, tensor, mesh.tp),
-        compile=config.compile
-        if config.compile.dynamic is not None
-        else dataclasses.replace(config.compile, dynamic=shape.dynamic),
+        compile=dataclasses.replace(config.compile, dynamic=shape.dynamic if dynamic is None else dynamic),
         modules=tuple(model.modules),
         units=_make_units(config, model, shape),
         unsharded=model.unsharded,

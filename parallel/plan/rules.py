@@ -166,9 +166,8 @@ def unsharded_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
         wanted = f"{list(model.unsharded)}, as describe(unsharded=...) or the key model.unsharded says"
         yield Mistake("unsharded", f"={list(plan.unsharded)} must be {wanted}")
     elif plan.unsharded and plan.cpu_offload:
-        yield Mistake(
-            "cpu_offload", f"=true would leave {plan.unsharded[0]}, which is unsharded, on the host"
-        )
+        message = f"=true would leave {plan.unsharded[0]}, which is unsharded, on the host"
+        yield Mistake("cpu_offload", message)
 
 
 def context_mistakes(plan: Plan, model: ModelUnits, seq_len: int) -> Iterator[Mistake]:

@@ -84,7 +84,6 @@ class MeshPlan:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return self.dp_replicate * self.shards * self.tp
 
     @property
@@ -106,12 +105,8 @@ class MeshPlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Tensor parallelism.
-
-    Args:
-        sequence_parallel: between split parts each tp rank holds a share of the tokens; if false, all of them
-        styles: the style of each weight, by fqn pattern; empty: nothing is split
-    """
+    """Tensor parallelism. `sequence_parallel`: between split parts each tp rank holds a share of the tokens,
+    else all of them; `styles`: of each weight, by fqn pattern; empty: nothing is split."""
 
     sequence_parallel: bool
     styles: dict[str, str]
@@ -133,12 +128,7 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class Float8Plan:
-    """Products in float8.
-
-    Args:
-        linears: the linears that multiply in float8, by fqn pattern
-        all_gather: gather their weights in float8 too
-    """
+    """Products in float8, of `linears` by fqn pattern. `all_gather`: gather their weights in float8 too."""
 
     recipe: Recipe
     linears: tuple[str, ...]

@@ -40,7 +40,6 @@ def _plain(value: Plan | UnitPlan) -> dict[str, Any]:
 
 
 def plan_to_yaml(plan: Plan) -> str:
-    """Return the text of the plan file."""
     return to_yaml(plan_to_dict(plan))
 
 
@@ -227,22 +226,16 @@ def _about_all_units(plan: Plan) -> list[str]:
         )
     if plan.cpu_offload:
         first.append("cpu offload: sharded parameters, gradients and optimizer state in host memory")
-    loss = (
-        f"loss {plan.loss_chunk_tokens} tokens at a time"
-        if plan.loss_chunk_tokens
-        else "loss of all tokens at once"
-    )
+    chunk = plan.loss_chunk_tokens
+    loss = f"loss {chunk} tokens at a time" if chunk else "loss of all tokens at once"
     kernels = f"attention {plan.attention}, {loss}" if plan.attention else "the model's own"
     alone = ", which FSDP2 leaves alone" if leaves_parameters(plan) else ""
     first.append(f"kernels: {kernels}; parameters stored in {plan.storage_dtype}{alone}")
     if plan.unsharded:
         first.append(f"unsharded: {', '.join(plan.unsharded)}")
-    if plan.fused_projections or plan.async_tp:
-        options = {
-            "projections with the same input are one product": plan.fused_projections,
-            "async tp": plan.async_tp,
-        }
-        first.append(", ".join(option for option, enabled in options.items() if enabled))
+    fused = ["projections with the same input are one product"] if plan.fused_projections else []
+    if options := [*fused, *(["async tp"] if plan.async_tp else [])]:
+        first.append(", ".join(options))
     if plan.float8.linears:
         gathered = ", gathered in float8 too" if gathers_in_float8(plan) else ""
         first.append(f"float8 {plan.float8.recipe}{gathered}: {', '.join(plan.float8.linears)}")

@@ -217,11 +217,9 @@ def _prefetch_mistakes(plan: Plan, unit: UnitPlan, phase: str) -> Iterator[Mista
             nothing = "there is nothing to gather, use 0"
             wrong.append(f"names {name}, which dp_shard=1 leaves unsharded: {nothing}")
         elif phase == "backward" and not regathered(by_name[name]):
-            reason = (
-                "stays gathered after its forward (reshard_after_forward=false)"
-                if by_name[name].unshard_in_backward
-                else "the backward does not need gathered (unshard_in_backward=false)"
-            )
+            reason = "the backward does not need gathered (unshard_in_backward=false)"
+            if by_name[name].unshard_in_backward:
+                reason = "stays gathered after its forward (reshard_after_forward=false)"
             wrong.append(f"names {name}, which {reason}: there is nothing to gather, remove it")
         if times > 1:
             wrong.append(f"names {name} twice: list it once")

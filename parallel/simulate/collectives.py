@@ -48,12 +48,8 @@ class Collective:
 
 
 class StepRecorder(TorchDispatchMode):
-    """Intercepts every operation below autograd: records collectives, and passes results to `storages`.
-
-    Args:
-        axes: the result of `axes_of_groups`
-        storages: tracks memory; None: only collectives are recorded
-    """
+    """Intercepts every operation below autograd: records collectives, and passes results to `storages`, which
+    tracks memory, if that is given. `axes`: the result of `axes_of_groups`."""
 
     def __init__(
         self, position: ModuleTracker, axes: Mapping[str, Sequence[str]], storages: StorageTracker | None

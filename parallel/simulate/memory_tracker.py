@@ -41,11 +41,8 @@ class _TrackedStorage:
 
 class StorageTracker:
     """Counts the storages of fake or real tensors, from the operation that returns them until they are freed.
-
-    Args:
-        logits: names of the modules that compute the logits and the loss
-        on_host: kinds in host memory, which do not count for the peak
-    """
+    `logits`: names of the modules that compute the logits and the loss; `on_host`: kinds in host memory,
+    which do not count for the peak."""
 
     def __init__(
         self,

@@ -85,11 +85,9 @@ class ModuleTracker:
         if self._running or not self.in_backward:
             return self._running[-1] if self._running else ""
         node = torch._C._current_autograd_node()
-        return (
-            self._modules[bisect.bisect_right(self._counts, node._sequence_nr()) - 1]
-            if node is not None
-            else ""
-        )
+        if node is None:
+            return ""
+        return self._modules[bisect.bisect_right(self._counts, node._sequence_nr()) - 1]
 
     @property
     def unit(self) -> str:

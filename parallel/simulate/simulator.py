@@ -52,12 +52,9 @@ class TrainingCode:
 
 @dataclass(frozen=True)
 class Simulation(StepMemory):
-    """The collectives and memory of one rank in one optimizer step. Memory is that of the device.
-
-    Args:
-        collectives: in order, without those over a single rank
-        host_bytes: parameters, gradients and optimizer state in host memory (cpu_offload)
-    """
+    """The collectives of one rank in one optimizer step, in order, without those over a single rank, and the
+    memory of the device; `host_bytes`: parameters, gradients and optimizer state in host memory
+    (cpu_offload)."""
 
     collectives: tuple[Collective, ...]
     host_bytes: int

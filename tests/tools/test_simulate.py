@@ -1,10 +1,13 @@
 """Output of tools/simulate.py and `tools.plan --compare`; an 8B on thousands of ranks fits a laptop."""
 
 import json
+from functools import partial
 
 import pytest
 
 from meshwright.parallel.errors import PlanError
+from meshwright.tools import generate
+from meshwright.tools.cli import run_tool
 from meshwright.tools.plan.__main__ import main as plan_main
 from meshwright.tools.simulate import NO_BUDGET, main
 from meshwright.train.errors import ConfigError
@@ -22,19 +25,11 @@ def test_json_is_the_contract(capsys: Output) -> None:
     document = json.loads(capsys.readouterr().out)
     simulation = simulated(4, *DEBUG, "--parallel.tp=2")
     assert len(document["collectives"]) == len(simulation.collectives)
-    assert document["collectives"][1] == {
-        "op": "all_gather",
-        "axis": "dp_shard",
-        "unit": "tok_embeddings",
-        "phase": "forward",
-        "bytes": 264 * 32 * 4 // 2,
-    }
+    place = {"axis": "dp_shard", "unit": "tok_embeddings", "phase": "forward"}
+    assert document["collectives"][1] == {"op": "all_gather", **place, "bytes": 264 * 32 * 4 // 2}
     for total in document["totals"]:
-        added = [
-            c["bytes"]
-            for c in document["collectives"]
-            if (c["op"], c["axis"]) == (total["op"], total["axis"])
-        ]
+        kind = total["op"], total["axis"]
+        added = [c["bytes"] for c in document["collectives"] if (c["op"], c["axis"]) == kind]
         assert (total["count"], total["bytes"]) == (len(added), sum(added))
     assert sum(total["count"] for total in document["totals"]) == len(document["collectives"])
     assert list(document["memory"]) == list(document["memory_at_peak"]) == KINDS
@@ -58,6 +53,13 @@ def test_what_cannot_be_is_refused_before_anything_is_simulated() -> None:
         main([*DEBUG, "--world-size=4", "--rank=4"])
     with pytest.raises(PlanError, match="tp=3"):
         main([*DEBUG, "--world-size=4", "--parallel.tp=3"])
+
+
+def test_a_misspelt_option_of_a_tool_is_no_config_key(capsys: Output) -> None:
+    for tool, option, of_model in ((main, "--rnak", "--world-size=4"), (generate.main, "--promt", "--run=x")):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            run_tool(partial(tool, [of_model, f"{option}=1"]))
+        assert f"unknown option {option}. Did you mean" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -93,16 +95,8 @@ def test_compare_puts_three_strategies_side_by_side(capsys: Output) -> None:
     [(8, []), (4096, ["--parallel.dp_replicate=512"]), (4096, ["--parallel.tp=8"])],
 )
 def test_8b_on_any_number_of_ranks_fits_a_laptop(ranks: int, keys: list[str]) -> None:
-    result = run(
-        1,
-        "tools.simulate",
-        "--config=llama_8b",
-        f"--world-size={ranks}",
-        "--json",
-        *keys,
-        module="tests.support.workers.peak_memory",
-        timeout_s=500,
-    )
+    command = ("tools.simulate", "--config=llama_8b", f"--world-size={ranks}", "--json", *keys)
+    result = run(1, *command, module="tests.support.workers.peak_memory", timeout_s=500)
     assert result.returncode == 0, result.stderr
     kib = int(result.stderr.splitlines()[-1])
     assert kib * 1024 < 2e9, f"{kib / 2**20:.2f} GiB"

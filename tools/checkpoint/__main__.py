@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.tools.checkpoint import contents
-from meshwright.tools.cli import number_from, run_tool, to_json
+from meshwright.tools.cli import new_parser, number_from, run_tool, to_json
 from meshwright.train.checkpoint.commit import checkpoints_folder, find_newest, list_checkpoints
 from meshwright.train.checkpoint.training_record import describe_training, read_training
 from meshwright.train.errors import CheckpointError
@@ -38,10 +38,7 @@ COMMANDS = {
     ),
     "export": (
         NEWEST,
-        (
-            "OUT",
-            "the folder to write, in Hugging Face's form; or FILE.safetensors, with the model's own names",
-        ),
+        ("OUT", "the folder to write, in Hugging Face's form; or FILE.safetensors, with the model's names"),
     ),
 }
 
@@ -98,14 +95,7 @@ def _convert(options: argparse.Namespace, source: Path, out: Path) -> Path:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser with the subcommands and their options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.checkpoint",
-        usage=f"python -m tools.checkpoint {'|'.join(COMMANDS)} ...",
-        description=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("checkpoint", "|".join(COMMANDS), EXAMPLES)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="|".join(COMMANDS), prog=parser.prog, help=argparse.SUPPRESS
     )

@@ -295,7 +295,6 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def description_text(described: dict[str, Any]) -> str:
-    """Return a description as a line."""
     line = "{path}: {elements:,} elements, {dtype}, {size_gb:.3f} GB in {files} file{s}"
     others = f"; other files: {', '.join(described['beside'])}" if described["beside"] else ""
     return line.format(**described, s="s" * (described["files"] > 1)) + others

@@ -36,13 +36,7 @@ def compare_checkpoints(first: Path, second: Path) -> dict[str, Any]:
     names = [name for name in either if not name.startswith(RANDOM)]
     tensors = [difference for name in names if (difference := _compare(name, opened))]
     same = not (position or config or tensors)
-    return {
-        "position": position,
-        "config": config,
-        "tensors": tensors,
-        "compared": len(names),
-        "same": same,
-    }
+    return {"position": position, "config": config, "tensors": tensors, "compared": len(names), "same": same}
 
 
 def difference_text(differences: dict[str, Any]) -> str:

@@ -63,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
     parser = new_parser("compare", "RUN RUN [RUN ...]", EXAMPLES, EXIT_CODES)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, also of one in progress")
@@ -85,10 +84,8 @@ def as_text(comparison: RunComparison) -> str:
     """Return a comparison as text: the verdict first, then the evidence."""
     a, b = comparison.a, comparison.b
     lines = [comparison.verdict, f"  first:  {a.folder}", f"  second: {b.folder}", ""]
-    lines += [
-        format_table(("", "first", "second", "second / first"), [*_side_by_side(*comparison.figures)]),
-        "",
-    ]
+    head = ("", "first", "second", "second / first")
+    lines += [format_table(head, [*_side_by_side(*comparison.figures)]), ""]
     lines += [f"data: {comparison.data}", *(_describe_curve(curve) for curve in comparison.curves)]
     for title, differences in (("config", comparison.config), ("plan", comparison.plan)):
         lines.append(f"{title}:" if differences else f"{title}: no difference")

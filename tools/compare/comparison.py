@@ -137,14 +137,8 @@ class RunComparison:
 def compare_runs(
     a: RunFolder, b: RunFolder, bands: Sequence[ToleranceBand] | None = None, until: int | None = None
 ) -> RunComparison:
-    """Compare two runs.
-
-    Args:
-        bands: tolerance bands from narrow to wide; by default those that suit the runs' dtypes
-        until: last step to compare
-
-    Raises ConfigError if no step or no curve is in both.
-    """
+    """Compare two runs, up to the step `until`. `bands`: from narrow to wide; by default those that suit the
+    runs' dtypes. Raises ConfigError if no step or no curve is in both."""
     last = math.inf if until is None else until
     steps = tuple(step for step in a.steps if step in set(b.steps) and step <= last)
     if not steps:

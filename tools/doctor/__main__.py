@@ -25,12 +25,9 @@ Exit code 0 if nothing will fail, else 1.
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the verdict, each finding with its remedy, and the facts; exit with 1 if something will fail."""
     parser = new_parser("doctor", "", DESCRIPTION)
-    parser.add_argument(
-        "--run_dir", default="runs", metavar="FOLDER", help="folder of your runs (default runs)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document: verdict, findings, facts"
-    )
+    add = parser.add_argument
+    add("--run_dir", default="runs", metavar="FOLDER", help="folder of your runs (default runs)")
+    add("--json", action="store_true", help="print one JSON document: verdict, findings, facts")
     options = parser.parse_args(arguments)
     try:
         facts = look(user_path(options.run_dir, "--run_dir", ConfigError))

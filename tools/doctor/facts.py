@@ -41,15 +41,12 @@ def look(run_dir: Path) -> Facts:
     # first: torch's compiler sets environment variables
     environment = {key: os.environ[key] for key in sorted(os.environ) if key.startswith((*SHOWN.split(),))}
     cache, host, failed = cache_folder(CompileConfig()), socket.gethostname(), dict[str, str]()
-    found = Facts(
-        compiled=None,
-        all_reduce=None,
-        hostname=host,
-        run_folder=str(run_dir),
-        cache_folder=str(cache),
-        failed=failed,
-    )
-    found |= {"cuda_of_torch": torch.version.cuda or "", "environment": environment}
+    found = Facts(compiled=None, all_reduce=None, hostname=host, failed=failed, environment=environment)
+    found |= {
+        "run_folder": str(run_dir),
+        "cache_folder": str(cache),
+        "cuda_of_torch": torch.version.cuda or "",
+    }
     with start_trial("compile", 1) as compiled:
         looks: dict[str, Callable[[], Any]] = {
             "versions": find_versions,
@@ -77,7 +74,6 @@ def look(run_dir: Path) -> Facts:
 
 
 def gib(size_bytes: int) -> float:
-    """Return bytes in GiB."""
     return round(size_bytes / GIB, 4)
 
 

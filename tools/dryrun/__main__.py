@@ -12,8 +12,8 @@ from meshwright.parallel.planner.hardware import load_hardware, machines_of_kind
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,
-    config_arguments,
     new_parser,
+    parse_with_keys,
     positive,
     run_tool,
 )
@@ -23,7 +23,6 @@ from meshwright.tools.plan.report import make_report
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 
-PROG = "tools.dryrun"
 DEFAULT_CACHE = "~/.cache/meshwright/fake-h100"
 DESCRIPTION = """examples:
   python -m tools.dryrun --config llama_8b.yaml --gpus 8
@@ -45,8 +44,7 @@ EXIT_TERMINATED = 143  # what a shell reports for SIGTERM
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse arguments, run, print. Raises ConfigError and PlanError before anything is downloaded."""
-    options, keys = make_parser().parse_known_args(arguments)
-    of_config = config_arguments(options, keys, PROG)
+    options, of_config = parse_with_keys(make_parser(), arguments)
     job = parse_config(of_config).job
     if options.keep:
         check_empty(options.keep)

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.serialize import diff_plans, load_plan
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.cli import (
     add_config_option,
     add_node_option,
-    config_arguments,
     number_from,
+    parse_with_keys,
     positive,
     run_tool,
 )
@@ -147,21 +146,11 @@ def make_diff_parser() -> argparse.ArgumentParser:
 
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainingJob]:
     """Return a command line's options, and the training. ConfigError for unknown or conflicting ones."""
-    options, keys = make_parser().parse_known_args(arguments)
-    _check_names(keys)
-    options.config_arguments = config_arguments(options, keys, PROG)
-    job = parse_config(options.config_arguments).job
+    options, of_config = parse_with_keys(make_parser(), arguments)
+    options.config_arguments = of_config
+    job = parse_config(of_config).job
     _check_together(options, job)
     return options, job
-
-
-def _check_names(config_arguments: Sequence[str]) -> None:
-    """Refuse unknown options: one without a dot is not a config key."""
-    known = [name for action in make_parser()._actions for name in action.option_strings]
-    for argument in config_arguments:
-        name = argument.split("=")[0]
-        if name.startswith("--") and "." not in name and name != "--print_config":
-            raise ConfigError(f"unknown option {name}.{nearest(name, known) or ' See -h for all options.'}")
 
 
 def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:

@@ -63,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
     studies = ", ".join(sorted(path.stem for path in STUDIES.glob("*.yaml")))
     codes = (
         "exit codes: 0 every run finished or its plan was refused, 1 otherwise, 2 a wrong spec or option, 130"

@@ -22,12 +22,8 @@ from meshwright.tools.sweep.spec import Spec, SweepRun
 
 NO_FIGURES = Figures(0, None, None, None, None, None, None, {})
 LUCK = 0.1  # the highest probability of a winner by chance
-DIRECTIONS = {
-    "tokens_per_s": -1,
-    "loss": 1,
-    "eval_loss": 1,
-    "peak_memory_gib": 1,
-}  # of spec.best: -1, more is better
+# of spec.best: -1, more is better
+DIRECTIONS = {"tokens_per_s": -1, "loss": 1, "eval_loss": 1, "peak_memory_gib": 1}
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """The current results of a sweep, the best run first.
-
-    Args:
-        winner: the variant that wins, or None
-        verdict: why
-    """
+    """The current results of a sweep, the best run first; the variant that wins, or None, and why."""
 
     name: str
     spec: Spec

@@ -68,15 +68,8 @@ def find_spec(name: str) -> Path:
 
 
 def read_spec(path: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> Spec:
-    """Read a spec.
-
-    Args:
-        changes: keys of the spec that the command line replaces
-        overrides: config keys that the command line replaces
-
-    Raises ConfigError with all errors of the file's form or, if the form is valid, with all errors of its
-    values.
-    """
+    """Read a spec, in which the command line replaces keys (`changes`) and config keys (`overrides`). Raises
+    ConfigError with all errors of the file's form or, if the form is valid, with all errors of its values."""
     try:
         written = load_mapping(path)
         misplaced = [key for key in written if is_config_key(str(key))]

@@ -59,17 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
     parser = new_parser("trace", "RUN", DESCRIPTION)
     add = parser.add_argument
     add("path", metavar="RUN", help="folder of a run or of a profile in it, or one trace (.json, .json.gz)")
     add("--step", type=natural, metavar="N", help="the profile that starts at step N (default: the newest)")
-    add(
-        "--rank",
-        type=natural,
-        metavar="R",
-        help="analyze the step of this rank (default: the first profiled)",
-    )
+    add("--rank", type=natural, metavar="R", help="analyze this rank's step (default: the first profiled)")
     add("--json", action="store_true", help="print one JSON document")
     add("--picture", metavar="FILE", help="draw the step, below the predicted one if any (.svg or .png)")
     text = (

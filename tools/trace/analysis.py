@@ -63,14 +63,8 @@ class ProfileAnalysis:
 def analyze_profile(
     traces: Mapping[int, Path], shown: int, on_event: Callable[[dict[str, Any]], None] | None = None
 ) -> ProfileAnalysis:
-    """Read the traces, one after the other, and analyze them.
-
-    Args:
-        shown: the rank whose step is analyzed
-        on_event: called with every event of that rank
-
-    Raises DataError.
-    """
+    """Read the traces, one after the other, and analyze the step of the rank `shown`. `on_event`: called with
+    every event of that rank. Raises DataError."""
     if shown not in traces:
         raise DataError(f"--rank={shown} was not profiled: use one of {', '.join(map(str, traces))}")
     path = traces[shown]
@@ -93,21 +87,10 @@ def analyze_profile(
         steps = dict(sorted(steps.items()))
         stragglers, clock = find_stragglers(steps, clocks, device_type != "cpu", find_mesh(path))
     step = median_step(own)
-    return ProfileAnalysis(
-        path,
-        facts,
-        device_type,
-        rank,
-        tuple(steps),
-        own,
-        step,
-        sum_communication(step),
-        judge_prefetch(step, device_type != "cpu"),
-        sorted(slow, key=lambda unit: (unit.equals_ns - unit.ns, unit.rank)),
-        stragglers,
-        clock,
-        left_out,
-    )
+    communication, prefetch = sum_communication(step), judge_prefetch(step, device_type != "cpu")
+    slow.sort(key=lambda unit: (unit.equals_ns - unit.ns, unit.rank))
+    of_step = step, communication, prefetch, slow, stragglers
+    return ProfileAnalysis(path, facts, device_type, rank, tuple(steps), own, *of_step, clock, left_out)
 
 
 def find_steps(store: TraceEvents) -> list[ProfiledStep]:

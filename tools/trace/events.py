@@ -41,12 +41,8 @@ _FSDP = re.compile(r"FSDP::(\w+)(?: \((.*)\)| for (.*))?")
 _COMPILED = "## Call CompiledFxGraph"
 # Wrappers of autograd and c10d around operators: not compute themselves, but the operators in them are.
 _WRAPPERS = (
-    "autograd::engine::",
-    "torch::autograd::",
-    "c10d::",
-    "c10d_functional::",
-    "_c10d_functional::",
-    "symm_mem::",
+    *("autograd::engine::", "torch::autograd::"),
+    *("c10d::", "c10d_functional::", "_c10d_functional::", "symm_mem::"),
 )
 # in names of c10d, gloo and NCCL, with or without underscores; the first match counts
 COLLECTIVES = (

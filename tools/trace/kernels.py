@@ -77,9 +77,8 @@ class KernelRow:
     communication: bool = False
 
 
-Calls = tuple[
-    OperatorWork | None, int, int
-]  # work of each (None if not known), number of calls, all their ns
+# work of each (None if not known), number of calls, all their ns
+Calls = tuple[OperatorWork | None, int, int]
 
 
 @dataclass(slots=True)
@@ -207,12 +206,7 @@ class KernelTable:
 
 
 def _row(
-    name: str,
-    calls: Sequence[Calls],
-    steps: int,
-    share: float,
-    device: Hardware | None,
-    communication: bool,
+    name: str, calls: Sequence[Calls], steps: int, share: float, device: Hardware | None, communication: bool
 ) -> KernelRow:
     flops, moved = _rate(calls, lambda work: work.flops), _rate(calls, lambda work: work.bytes)
     roof_share = _rate(calls, lambda work: least_s(work, device) if device else None)

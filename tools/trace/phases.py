@@ -88,9 +88,8 @@ def _segments(labels: Sequence[Label]) -> Iterator[tuple[int, str, str, int]]:
     """Yield segments, each until the next: start, kind of the innermost label, unit, and end of the label
     that names the unit. The innermost label is the open one that started last; the unit is that of the
     innermost label with a unit, or else of the last such label."""
-    marks = [(label.end_ns, 0, i) for i, label in enumerate(labels)] + [
-        (label.start_ns, 1, i) for i, label in enumerate(labels)
-    ]
+    marks = [(label.end_ns, 0, i) for i, label in enumerate(labels)]
+    marks += [(label.start_ns, 1, i) for i, label in enumerate(labels)]
     opened, unit, named_ns = list[int](), "", 0
     for time_ns, begins, i in sorted(marks):
         if begins:

@@ -75,13 +75,8 @@ def compare_with_plan(analysis: ProfileAnalysis, measured: Timeline) -> AgainstP
 
 
 def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timeline:
-    """Predict a step of the run in a folder from its config.yaml and plan.yaml.
-
-    Args:
-        device_name: torch's name of the device that the run used
-
-    Raises DataError with the reason if the step cannot be predicted.
-    """
+    """Predict a step of the run in a folder from its config.yaml and plan.yaml. `device_name`: torch's name
+    of the device that the run used. Raises DataError with the reason if the step cannot be predicted."""
     for name in ("config.yaml", "plan.yaml"):
         if not (run / name).is_file():
             raise DataError(
@@ -97,11 +92,7 @@ def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timelin
 
 def _hardware_of(device_name: str, config: Config, processes: int) -> Hardware:
     """Return the hardware that the run used. A CPU: as it measured itself for such a run, otherwise cpu.yaml;
-    only the cores of the run's threads.
-
-    Args:
-        processes: on a node
-    """
+    only the cores of the run's threads. `processes`: on a node."""
     if hardware := find_hardware(device_name):
         return hardware
     if not device_name.startswith("CPU"):

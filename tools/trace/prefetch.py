@@ -71,11 +71,8 @@ class Gather:
         if self.late:
             fix = f"depth {self.depth} hides it" if self.depth is not None else LINK_LIMIT
             return f"late by {self.waited_ns / 1e6:.2f} ms ({fix})"
-        return (
-            f"far too early: held for {self.held_units} units"
-            if self.held_units >= EARLY_UNITS
-            else "in time"
-        )
+        early = f"far too early: held for {self.held_units} units"
+        return early if self.held_units >= EARLY_UNITS else "in time"
 
 
 @dataclass(frozen=True)

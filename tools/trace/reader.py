@@ -103,11 +103,8 @@ def find_difference(facts: Mapping[str, Any], rank: int, shown: Mapping[str, Any
         if facts.get(name) != shown.get(name):
             return f"{name} {facts.get(name)}, not {shown.get(name)}"
     world_size = shown.get("world_size")
-    return (
-        f"rank {rank} does not exist at world_size {world_size}"
-        if world_size is not None and rank >= world_size
-        else ""
-    )
+    exists = world_size is None or rank < world_size
+    return "" if exists else f"rank {rank} does not exist at world_size {world_size}"
 
 
 GZIP_MAGIC = b"\x1f\x8b"

@@ -22,12 +22,10 @@ _STEP = re.compile(r"step-(\d{8,18})")
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in a checkpoint's folder name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 

@@ -44,7 +44,6 @@ class Weights:
     """A model's weights in a file, a folder or one of our checkpoints.
 
     Args:
-        path: of the file, folder or checkpoint
         names: the name in it of each parameter and persistent buffer, by our fqn
         tensors: its tensors by name; None if it is a checkpoint
         padded: the rows of each name that has fewer than the parameter, because the model's vocabulary is

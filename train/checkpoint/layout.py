@@ -30,7 +30,6 @@ class TensorPart:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     def overlap(self, other: "TensorPart") -> "TensorPart":
@@ -157,11 +156,8 @@ def _overlapping(
         ranges.append([chunk for chunk in chunks if chunk[1] < stop and start < chunk[2]])
     parts = []
     for block in itertools.product(*ranges):
-        offsets, sizes = (
-            tuple(start for _, start, _ in block),
-            tuple(stop - start for _, start, stop in block),
-        )
-        parts.append((sum(rank for rank, _, _ in block), TensorPart(offsets, sizes)))
+        offsets, sizes = (start for _, start, _ in block), (stop - start for _, start, stop in block)
+        parts.append((sum(rank for rank, _, _ in block), TensorPart(tuple(offsets), tuple(sizes))))
     return tuple(parts)
 
 

@@ -55,16 +55,8 @@ MODEL = "model."  # begins the names of the model's parameters and persistent bu
 
 @dataclass(frozen=True)
 class TrainPosition:
-    """The progress of a run, and the settings that its data order and random state depend on.
-
-    Args:
-        step: steps done
-        samples: samples of the data order used
-        seed: the run's seed
-        seq_len: tokens per sequence
-        world_size: number of processes
-        data: fingerprint of the data
-    """
+    """The progress of a run: steps done, and samples of the data order used; and the settings that its data
+    order and random state depend on. `data`: fingerprint of the data."""
 
     step: Natural = 0
     samples: Natural = 0
@@ -123,7 +115,6 @@ class CheckpointManifest:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 

@@ -98,13 +98,9 @@ _SETTINGS = ("checkpoint.resume", "checkpoint.init_from", "run.seed", "model.", 
 
 @dataclass(frozen=True)
 class Admission:
-    """A start that may use its folder.
-
-    Args:
-        resume: what it resumes from, as a value of checkpoint.resume
-        goes_on: it belongs to the training that the folder holds
-        restarted: torchrun has started processes again that had been admitted
-    """
+    """A start that may use its folder. `resume`: what it resumes from, as a value of checkpoint.resume;
+    `goes_on`: it belongs to the training that the folder holds; `restarted`: torchrun has started processes
+    again that had been admitted."""
 
     resume: str
     goes_on: bool

@@ -11,14 +11,9 @@ FILE = "training.json"
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The contents of training.json, which every admitted start writes.
-
-    Args:
-        id: made at the first start of the training
-        settings: of the start that began it, or rolled it back: checkpoint.resume, the model, data and seed
-        resumed_from: the checkpoint that it began from; "" if it began from initial weights
-        launch: of the last admitted start (RankInfo.launch)
-    """
+    """The contents of training.json, which every admitted start writes. `settings`: of the start that began
+    the training, or rolled it back: checkpoint.resume, the model, data and seed; `resumed_from`: the
+    checkpoint that it began from, "" for initial weights; `launch`: of the last start (RankInfo.launch)."""
 
     id: str
     settings: dict[str, str]

@@ -45,9 +45,7 @@ class Corpus:
     """All data of a run.
 
     Args:
-        sources: the training sources
         evaluation_sets: name -> tokens held out of the sources, and those of data.validation
-        tokenizer: of all sources and sets
         description: a line of text that is printed at the start of a run
         fingerprint: hash of the shards, the mixture's weights and data.packing, which with the seed and
             train.seq_len determine the order of the training sequences

@@ -62,7 +62,6 @@ class GivenOrder:
         return Batch(*(part.pin_memory() for part in batch.tensors().values())) if pinned else batch
 
     def progress(self, position: int) -> dict[str, float]:
-        """Return the progress at `position` as metrics."""
         return {"sequences": float(position)}
 
     def check(self, first: int, shape: SequenceShape) -> None:

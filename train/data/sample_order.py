@@ -116,10 +116,8 @@ class SampleOrder:
     def __init__(self, sources: tuple[Source, ...], shape: SequenceShape, seed: int) -> None:
         self.splits, self.seed = [source.split for source in sources], seed
         self.sizes = [count_sequences(split, shape) for split in self.splits]
-        self.names, self.weights = (
-            [source.name for source in sources],
-            tuple(source.weight for source in sources),
-        )
+        self.names = [source.name for source in sources]
+        self.weights = tuple(source.weight for source in sources)
 
     def rows(self, first: int, count: int) -> NDArray[np.int64]:
         """Return rows[count] = (source, index) of positions first .. first + count - 1."""

@@ -77,15 +77,9 @@ def separate_documents(
 
 @dataclass(frozen=True)
 class SequenceShape:
-    """How documents become sequences.
-
-    Args:
-        seq_len: T, tokens of a sequence
-        packing: False gives every document a separate sequence
-        document_mask: attention, positions and targets do not cross documents of a packed sequence
-        start_id: id put in front of an unpacked document whose tokenizer has no BOS
-        vocab_size: of the model: every token id must be smaller
-    """
+    """How documents become sequences of T = `seq_len` tokens. `packing`, `document_mask`: as in DataConfig;
+    `start_id`: put in front of an unpacked document whose tokenizer has no BOS; `vocab_size`: of the model:
+    every token id must be smaller."""
 
     seq_len: int
     packing: bool

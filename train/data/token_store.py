@@ -85,7 +85,6 @@ class TokenStream:
 
     @property
     def documents(self) -> int:
-        """The number of documents."""
         return int(self._documents[-1])
 
     def read(self, first: int, out: NDArray[np.int64]) -> None:
@@ -184,17 +183,8 @@ Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """A shard in the manifest.
-
-    Args:
-        name: of its files, without .bin and .ends
-        tokens: number of tokens, BOS and EOS included
-        documents: number of documents
-        text_bytes: size of their text in UTF-8
-        max_id: the largest token id
-        sha256: of the .bin file
-        ends_sha256: of the .ends file
-    """
+    """A shard in the manifest. `name`: of its files, without .bin and .ends; `tokens`: BOS and EOS included;
+    `text_bytes`: of its documents in UTF-8; `max_id`: the largest token id; `sha256`: of the .bin file."""
 
     name: ShardName
     tokens: Count
@@ -285,7 +275,6 @@ def _find_contradictions(manifest: TokenStoreManifest) -> list[str]:
 
 
 def manifest_to_json(manifest: TokenStoreManifest) -> str:
-    """Return the manifest as the text of its file."""
     return json.dumps(asdict(manifest), indent=1) + "\n"
 
 

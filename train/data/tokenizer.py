@@ -27,15 +27,9 @@ FILE_BYTES = 2**28  # limit of a tokenizer.json; those with a quarter of a milli
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The properties of a tokenizer that are stored with the data made with it.
-
-    Args:
-        name: bytes, or the name of the folder of its tokenizer.json
-        sha256: of tokenizer.json; "" for bytes
-        vocab_size: largest id + 1
-        bos: id in front of each document, or None
-        eos: id after each document
-    """
+    """The properties of a tokenizer that are stored with the data made with it. `name`: bytes, or that of the
+    folder of its tokenizer.json; `sha256`: of this file, "" for bytes; `vocab_size`: the largest id + 1;
+    `bos`, `eos`: the ids in front of each document (None: none) and after it."""
 
     name: str
     sha256: str
@@ -300,11 +294,8 @@ def _find_token(
     ids: dict[str, int], key: str, requested: str, configured: str | None, names: Sequence[str], path: Path
 ) -> int | None:
     """The id of the requested token; auto: that of tokenizer_config.json or the first known name, or None."""
-    token = (
-        requested
-        if requested != "auto"
-        else configured or next((name for name in names if name in ids), None)
-    )
+    token = configured or next((name for name in names if name in ids), None)
+    token = token if requested == "auto" else requested
     if token is not None and token not in ids:
         raise DataError(
             f"data.{key}={one_line(token, 80)} is not a token of {path}: use a token of its vocabulary"

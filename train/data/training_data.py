@@ -169,12 +169,9 @@ class TrainingData:
     """The training data of a run; the same on every rank except for the rank's part of each batch.
 
     Args:
-        corpus: tokens of training and evaluation
-        sequences: how documents become sequences
         order: the sequence at each position
         batch: how a global batch is divided, and this rank's part
         group: the data-parallel ranks
-        device: of this process
         steps: `train.steps`
         asked: sequences of `train.epochs`, which count instead of steps; 0: steps count
         start: the position at which this process begins to train

@@ -40,14 +40,11 @@ def choose_device(config: RunConfig, ranks: RankInfo) -> tuple[torch.device, str
 
 
 def gpu_index(requested: str, gpus: int, ranks: RankInfo, visible: str | None) -> int | None:
-    """Return the index of the GPU of this process, None for the CPU. Raises PlanError.
+    """Return the index of the GPU of this process, which sees so many `gpus`; None for the CPU. `requested`:
+    run.device. Raises PlanError.
 
     One GPU in `visible`, the value of CUDA_VISIBLE_DEVICES, is this process's own: srun --gpus-per-task and
     Ray give each process one. If the user gave the same one to all, `compare_processes` finds it.
-
-    Args:
-        requested: run.device
-        gpus: the number of GPUs that this process sees
     """
     if requested == "cpu" or (requested == "auto" and not gpus):
         return None
@@ -66,15 +63,8 @@ def gpu_index(requested: str, gpus: int, ranks: RankInfo, visible: str | None) -
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What the ranks compare before they communicate.
-
-    Args:
-        host: name of the machine
-        device: cpu or cuda
-        gpu: name of the GPU; "" on a CPU
-        gpu_uuid: identity of the GPU; "" on a CPU, and where it is unknown
-        torch: version of torch
-    """
+    """What the ranks compare before they communicate. `gpu`, the GPU's name, and `gpu_uuid` are "" on a CPU,
+    the second also where it is unknown."""
 
     host: str
     device: str
@@ -84,7 +74,6 @@ class ProcessFacts:
 
 
 def read_facts(device: torch.device) -> ProcessFacts:
-    """Return the facts of this process."""
     host = socket.gethostname()
     if device.type == "cpu":
         return ProcessFacts(host, "cpu")
@@ -232,20 +221,11 @@ def init_process_group(backend: str, timeout: timedelta, facts: ProcessFacts | N
     return str(warning)
 
 
-def connect_lazily() -> None:
-    """Let the ranks of gloo groups connect when they first exchange data. Otherwise each rank connects to all
-    others in every group, and the addresses in the store grow with the square of the world size."""
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-
 def group_timeout(config: RunConfig) -> timedelta:
     """Timeout of a collective: longer than any timeout of the config, so that the watchdog reports first; one
     day if one of them is 0 (no timeout)."""
-    return (
-        timedelta(days=1)
-        if 0 in astuple(config.timeouts)
-        else timedelta(seconds=max(astuple(config.timeouts)) + 60)
-    )
+    timeouts_s = astuple(config.timeouts)
+    return timedelta(days=1) if 0 in timeouts_s else timedelta(seconds=max(timeouts_s) + 60)
 
 
 def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> list[str]:
@@ -261,7 +241,9 @@ def start_process(config: RunConfig, ranks: RankInfo, device: torch.device) -> l
         keep_freed_memory()
     # OMP_NUM_THREADS is ignored: torchrun sets it to 1 if it is unset.
     torch.set_num_threads(config.threads or max(1, usable_cores() // ranks.local_world_size))
-    connect_lazily()
+    # The ranks of gloo groups connect when they first exchange data. Otherwise each connects to all others in
+    # every group, and the addresses in the store grow with the square of the world size.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = not ranks.under_torchrun and ranks.world_size == 1
     warning = init_process_group(backend, group_timeout(config), None if alone else read_facts(device))

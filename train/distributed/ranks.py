@@ -24,7 +24,6 @@ class RankInfo:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     @property

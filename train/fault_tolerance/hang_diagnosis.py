@@ -21,15 +21,8 @@ import torch.distributed as dist
 from meshwright.train.distributed.ranks import as_ranges
 
 # in the order of one step; data is part of set-up
-SECTION_ORDER = {
-    "set-up": 0,
-    "data": 0,
-    "first step": 1,
-    "step": 2,
-    "evaluation": 3,
-    "checkpoint": 4,
-    "ended": 5,
-}
+SECTION_ORDER = {"set-up": 0, "data": 0}
+SECTION_ORDER |= {"first step": 1, "step": 2, "evaluation": 3, "checkpoint": 4, "ended": 5}
 MOST_PLACES = 8  # groups of ranks in a message, so that 1,000 ranks fit on a screen
 # the files in which a rank waits for others to join
 _JOINING = ("distributed/process_group.py", "distributed/rendezvous.py")
@@ -51,7 +44,6 @@ class Where:
 
     @property
     def at(self) -> str:
-        """The position as text."""
         if self.waits_in:
             return f"in {self.waits_in} called from {self.place}"
         inside = f" (in {self.inside})" if self.inside and self.place else ""
@@ -63,9 +55,7 @@ class RankReport(Where):
     """The state of one rank, and where its main thread is.
 
     Args:
-        rank: its rank
         section: set-up, data, first step, step, evaluation or checkpoint; ended after the training loop
-        step: the step of that section
         in_section_s: seconds since it entered section and step
         silent_s: seconds since its last heartbeat; 0 if it answered, inf if it never sent one
     """
@@ -83,7 +73,6 @@ class RankReport(Where):
 
     @property
     def when(self) -> str:
-        """Its section and step."""
         if self.section in ("set-up", "data"):
             return self.section
         return f"step {self.step}" if self.section == "step" else f"{self.section} at step {self.step}"

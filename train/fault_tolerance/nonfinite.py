@@ -35,13 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BadValue:
-    """A value that is not finite.
-
-    Args:
-        place: its position in the order of execution, which is the same on every rank
-        what: a description, such as "the output of layers.1"
-        micro_batch: its micro batch, from 0; None for a value summed over all micro batches
-    """
+    """A value that is not finite, such as "the output of layers.1". `place`: its position in the order of
+    execution, which is the same on every rank; `micro_batch`: None for a value summed over all of them."""
 
     place: int
     what: str

@@ -63,12 +63,8 @@ def resident_bytes(device: torch.device, optimizer: torch.optim.Optimizer) -> di
     the peak of the process."""
     # the sharded parameters, gathered or not
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    states = [value for value in values if isinstance(value, torch.Tensor)]
     held = {
         "params": _bytes(parameters),
         "grads": _bytes([p.grad for p in parameters if p.grad is not None]),
@@ -103,13 +99,10 @@ def _advice(job: TrainingJob, plan: Plan, device: torch.device, ranks: RankInfo)
         yield _in_gib(
             f"predicted {predicted.peak_bytes / GIB:.2f} GiB at the peak", asdict(predicted.at_peak)
         )
-        kind = (
-            load_hardware()["cpu"]
-            if device.type == "cpu"
-            else find_hardware(torch.cuda.get_device_name(device))
-        )
+        on_cpu = device.type == "cpu"
+        kind = load_hardware()["cpu"] if on_cpu else find_hardware(torch.cuda.get_device_name(device))
         held = host_memory(plan, run_workload(job, plan)).total
-        host = None if device.type == "cpu" else held + free_host_bytes() // ranks.local_world_size
+        host = None if on_cpu else held + free_host_bytes() // ranks.local_world_size
         machines = Machines(plan.mesh.world_size, ranks.local_world_size, 0, kind, host)
         for change in suggest_savings(job, plan, machines):
             yield f"would help: {change.describe()}"

@@ -43,12 +43,8 @@ class LostPeer:
 
 
 class PeerConnections:
-    """This rank's connections to its neighbors in a tree of all ranks of a gloo group.
-
-    Args:
-        group: the group, whose collectives are not affected
-        on_lost: called once at most, from a thread, with the first rank that is lost
-    """
+    """This rank's connections to its neighbors in a tree of all ranks of a gloo group, whose collectives they
+    do not affect. `on_lost` is called once at most, from a thread, with the first rank that is lost."""
 
     def __init__(self, group: dist.ProcessGroup, on_lost: Callable[[LostPeer], None]) -> None:
         self._group, self._on_lost = group, on_lost

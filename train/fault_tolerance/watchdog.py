@@ -48,13 +48,9 @@ ANNOUNCED_S = 6.0
 
 
 class Heartbeats:
-    """One rank's connection to the store. Every method may block until the store's host responds, and raises
-    a RuntimeError of c10d once the connection is lost: call them through a `BackgroundThread`.
-
-    Args:
-        store: a connection that is used by this object only
-        ranks: this process's rank and the world size
-    """
+    """One rank's connection to the store, which nothing else uses. Every method may block until the store's
+    host responds, and raises a RuntimeError of c10d once the connection is lost: call them through a
+    `BackgroundThread`."""
 
     def __init__(self, store: Store, ranks: RankInfo) -> None:
         self._store = PrefixStore("watchdog", store)
@@ -102,12 +98,9 @@ class Heartbeats:
         answers = self._get_present("answer", range(self._world_size))
         silent = [rank for rank in range(self._world_size) if rank not in answers]
         beats = self._get_present("heartbeat", silent)
-        return [
-            msgspec.convert(answers[rank], RankReport)
-            if rank in answers
-            else self._report_silent(rank, beats.get(rank))
-            for rank in range(self._world_size)
-        ]
+        given = {rank: msgspec.convert(answer, RankReport) for rank, answer in answers.items()}
+        given |= {rank: self._report_silent(rank, beats.get(rank)) for rank in silent}
+        return [given[rank] for rank in range(self._world_size)]
 
     def _report_silent(self, rank: int, beat: Any) -> RankReport:
         if beat is None:
@@ -177,11 +170,9 @@ class Watchdog(Hook):
     """Watches the main thread of this rank from a separate thread, which starts immediately, in section
     set-up.
 
-    Args:
-        timeouts: seconds per section
-        ranks: rank and world size from the launcher (a process group may not exist yet)
-        on_stuck: called with the message, in a thread, just before the process exits, on each rank that
-            prints one: on one rank, or on every rank if they cannot agree because their store is lost
+    `ranks`: from the launcher, because a process group may not exist yet. `on_stuck` is called with the
+    message, in a thread, just before the process exits, on each rank that prints one: on one rank, or on
+    every rank if they cannot agree because their store is lost.
 
     A library that holds Python's lock (GIL) in the main thread lets no thread run: such a rank sends no
     heartbeat, and the others report that.
@@ -243,7 +234,9 @@ class Watchdog(Hook):
             self._notice_section()
             self._overslept_s += late_s if late_s > OVERSLEPT_S else 0.0
             if self._left_s() <= 0:
-                self._end_process(self._timed_out())
+                section, limits = self._seen.section, self._timeouts_s
+                fired = self._section_report(), self._world_size, timeout_key(section), limits[section]
+                self._end_process(TimedOut(*fired))
             if self._beat():
                 self._end_process(None)
 
@@ -334,12 +327,6 @@ class Watchdog(Hook):
 
     def _section_report(self) -> RankReport:
         return RankReport(self._rank, self._seen.section, self._seen.step, self._in_section_s())
-
-    def _timed_out(self) -> TimedOut:
-        section = self._seen.section
-        return TimedOut(
-            self._section_report(), self._world_size, timeout_key(section), self._timeouts_s[section]
-        )
 
     def _write_files(self) -> None:
         if self._folder:

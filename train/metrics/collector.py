@@ -216,10 +216,8 @@ def scores_row(scores: Mapping[str, Score]) -> dict[str, float]:
         return {}
     row = {"eval_loss": mean_loss(scores)}
     for name, score in scores.items():
-        row |= {
-            f"eval/{name}/{figure}": getattr(score, figure)
-            for figure in ("loss", "perplexity", "bits_per_byte")
-        }
+        for figure in ("loss", "perplexity", "bits_per_byte"):
+            row[f"eval/{name}/{figure}"] = getattr(score, figure)
     return row
 
 
@@ -263,12 +261,8 @@ class SpikeDetector:
         return {"loss_spike": deviations, "usual_loss": usual} if deviations > THRESHOLD else {}
 
 
-ABOUT_DATA = (
-    "epoch",
-    "sequences/",
-    "data_hash",
-    "skipped_steps",
-)  # the columns of a row that say what was read
+# the columns of a row that say what was read
+ABOUT_DATA = ("epoch", "sequences/", "data_hash", "skipped_steps")
 
 
 def describe_spike(row: Mapping[str, Any]) -> str:

@@ -34,29 +34,16 @@ if TYPE_CHECKING:
 Value = bool | float | str
 PREDICTED_STEP = "predicted_step"  # name of the image
 SECTIONS = ("model", "parallel", "data", "optim", "train")  # sections whose keys are hyperparameters
-DEFAULT_COLUMNS = frozenset(
-    {
-        "optim.lr",
-        "parallel.activation_checkpoint",
-        "parallel.dp_shard",
-        "parallel.cp",
-        "parallel.tp",
-        "train.micro_batch_size",
-    }
-)
+DEFAULT_COLUMNS = frozenset({"optim.lr", "train.micro_batch_size"}) | {
+    f"parallel.{name}" for name in ("activation_checkpoint", "dp_shard", "cp", "tp")
+}
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The description of a run that TensorBoard shows from the first row on, by name.
-
-    Args:
-        texts: Markdown
-        images: functions that return a PNG, called by the writing thread
-        hparams: the run's row in the HParams tab
-        first_hparams: hparams whose columns are shown at first, five of them in the order of their names; the
-            others are shown when the user ticks them
-    """
+    """What TensorBoard shows of a run from the first row on, by name: Markdown; functions that return a PNG,
+    called by the writing thread; the run's row in the HParams tab. `first_hparams`: those whose columns are
+    shown at first, five of them in the order of their names; the user ticks the others."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)

@@ -68,7 +68,6 @@ class Piece:
 
     @property
     def size_bytes(self) -> int:
-        """The approximate size of all parts."""
         return sum(part.size_bytes for part in self.parts)
 
     @property

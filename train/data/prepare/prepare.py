@@ -32,7 +32,6 @@ from meshwright.train.data.token_store import (
     SPLITS,
     BadRecords,
     ShardInfo,
-    SourceFile,
     TokenStoreManifest,
     hash_file,
     manifest_to_json,
@@ -87,14 +86,8 @@ def exists_nonempty(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a preparation.
-
-    Args:
-        done_bytes, total_bytes: bytes of the source, kept shards included
-        kept_bytes: bytes of the source whose shards an earlier start finished
-        tokens: of this start
-        elapsed_s: seconds since this start
-    """
+    """Progress of a preparation in bytes of the source, of which an earlier start finished `kept_bytes`; and
+    the tokens and seconds of this start."""
 
     done_bytes: int
     total_bytes: int
@@ -133,7 +126,9 @@ def prepare(
         raise DataError(
             f"{source} has {len(files):,} files, too many for the manifest: combine them into .jsonl files"
         )
-    expected = _empty_manifest(tokenizer, files, settings)
+    chosen = {"held_out": settings.held_out, "text_field": settings.text_field}
+    dtype = str(token_dtype(tokenizer.info.vocab_size))
+    expected = TokenStoreManifest(tokenizer.info, dtype, tuple(files), {}, chosen)
     with partial_folder(folder) as partial:
         if exists_nonempty(folder):
             return check_same_inputs(folder, expected, settings.skip_bad)
@@ -240,15 +235,6 @@ def _kept_result(job: TokenizeJob, piece: Piece) -> TokenizedPiece | None:
         return None
 
 
-def _empty_manifest(
-    tokenizer: Tokenizer, files: list[SourceFile], settings: PrepareSettings
-) -> TokenStoreManifest:
-    chosen = {"held_out": settings.held_out, "text_field": settings.text_field}
-    return TokenStoreManifest(
-        tokenizer.info, str(token_dtype(tokenizer.info.vocab_size)), tuple(files), {}, chosen
-    )
-
-
 def _fill_manifest(
     manifest: TokenStoreManifest, results: list[TokenizedPiece], source: str, skip_bad: int
 ) -> TokenStoreManifest:
@@ -273,7 +259,10 @@ def _publish(data: Path, folder: Path, manifest: TokenStoreManifest, tokenizer: 
     """Complete the folder of shards and rename it to its final name. Raises OSError and DataError."""
     _remove_others(data, [shard for split in SPLITS for shard in manifest.splits[split]])
     if isinstance(tokenizer, JsonTokenizer):
-        _copy_tokenizer(tokenizer, data)
+        for name, content in tokenizer_files(tokenizer.path).items():
+            write_atomically(data / name, content)
+        if hash_file(data / FILE) != tokenizer.info.sha256:
+            raise DataError(f"{tokenizer.path} changed while data was being prepared: start again")
     write_atomically(data / MANIFEST, manifest_to_json(manifest).encode())
     flush_folder(data)
     os.rename(data, folder)
@@ -287,10 +276,3 @@ def _remove_others(data: Path, shards: Sequence[ShardInfo]) -> None:
     for path in data.iterdir():
         if path.name not in kept:
             path.unlink()
-
-
-def _copy_tokenizer(tokenizer: JsonTokenizer, data: Path) -> None:
-    for name, content in tokenizer_files(tokenizer.path).items():
-        write_atomically(data / name, content)
-    if hash_file(data / FILE) != tokenizer.info.sha256:
-        raise DataError(f"{tokenizer.path} changed while data was being prepared: start again")

@@ -107,15 +107,8 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """What all pieces share.
-
-    Args:
-        tokenizer, bos, eos: arguments of load_tokenizer
-        tokenizer_sha256: of the tokenizer's file, "" for bytes
-        settings: of the preparation
-        folder: to work in
-        check_text: text files must be UTF-8
-    """
+    """What all pieces share. `tokenizer`, `bos`, `eos`: arguments of load_tokenizer; `tokenizer_sha256`: of
+    its file, "" for bytes; `folder`: to work in; `check_text`: text files must be UTF-8."""
 
     tokenizer: str
     bos: str
@@ -127,7 +120,6 @@ class TokenizeJob:
 
     @property
     def data(self) -> Path:
-        """The folder of the shards."""
         return self.folder / "data"
 
 
@@ -173,14 +165,8 @@ def piece_key(job: TokenizeJob, piece: Piece) -> str:
     described = asdict(piece)
     for part in described["parts"]:
         del part["path"]
-    inputs = [
-        job.tokenizer_sha256,
-        job.bos,
-        job.eos,
-        job.settings.text_field,
-        job.settings.held_out,
-        described,
-    ]
+    settings = job.settings.text_field, job.settings.held_out
+    inputs = [job.tokenizer_sha256, job.bos, job.eos, *settings, described]
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
