@@ -26,20 +26,26 @@ def custom_op_body(op: Any) -> Callable[..., Any] | None:
 
 
 VIEWS = frozenset(
-    (
-        *("view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split"),
-        *(
-            "split_with_sizes",
-            "unsqueeze",
-            "squeeze",
-            "detach",
-            "alias",
-            "as_strided",
-            "unbind",
-            "wait_tensor",
-        ),
+    {
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "alias",
+        "as_strided",
+        "unbind",
+        "wait_tensor",
         "multiply_unless_one_kernel",  # in place, by the gradient of the loss, which is 1 in a training step
-    )
+    }
 )
 FLOAT8_PRODUCT = "_scaled_mm"
 # products of each expert's tokens with its weight, with the number of products: torch's, and transformers'

@@ -61,14 +61,24 @@ CONFIG_KEYS = """Config keys of train.main, such as --data.text_field, --data.pa
 FIGURES = ("loss", "perplexity", "bits_per_byte", "tokens")  # of a set, for --json
 # The parallelism of the run does not matter for its evaluation: the model is sharded over the processes of
 # this tool, and keys that only training needs are reset.
-OF_PARALLEL = (
-    "plan=manual strategy=null dp_replicate=auto dp_shard=auto cp=auto cp_exchange=auto tp=auto "
-    "reshard_after_forward=auto activation_checkpoint=none activation_checkpoint_blocks=auto async_tp=false "
-    "float8.all_gather=false unit_min_params=0"
-)
 RESET_KEYS = (
-    *(f"--parallel.{setting}" for setting in OF_PARALLEL.split()),
-    *("--run.device=auto", "--train.global_batch_size=-1", "--train.freeze=[]"),
+    "--run.device=auto",
+    "--parallel.plan=manual",
+    "--parallel.strategy=null",
+    "--parallel.dp_replicate=auto",
+    "--parallel.dp_shard=auto",
+    "--parallel.cp=auto",
+    "--parallel.cp_exchange=auto",
+    "--parallel.tp=auto",
+    "--parallel.reshard_after_forward=auto",
+    "--parallel.activation_checkpoint=none",
+    "--parallel.activation_checkpoint_blocks=auto",
+    "--parallel.async_tp=false",
+    "--parallel.float8.all_gather=false",
+    "--parallel.unit_min_params=0",
+    "--train.global_batch_size=-1",
+    "--train.micro_batch_size=1",
+    "--train.freeze=[]",
 )
 
 

@@ -21,8 +21,15 @@ import torch.distributed as dist
 from meshwright.train.distributed.ranks import as_ranges
 
 # in the order of one step; data is part of set-up
-SECTION_ORDER = {"set-up": 0, "data": 0}
-SECTION_ORDER |= {"first step": 1, "step": 2, "evaluation": 3, "checkpoint": 4, "ended": 5}
+SECTION_ORDER = {
+    "set-up": 0,
+    "data": 0,
+    "first step": 1,
+    "step": 2,
+    "evaluation": 3,
+    "checkpoint": 4,
+    "ended": 5,
+}
 MOST_PLACES = 8  # groups of ranks in a message, so that 1,000 ranks fit on a screen
 # the files in which a rank waits for others to join
 _JOINING = ("distributed/process_group.py", "distributed/rendezvous.py")
