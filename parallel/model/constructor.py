@@ -94,7 +94,8 @@ def copy_attributes(built: nn.Module, model: nn.Module) -> None:
     for name, module in built.named_modules():
         own = vars(model.get_submodule(name))
         for key in vars(module).keys() - vars(nn.Module()).keys():
-            new, (old, structure) = tree_leaves(vars(module)[key]), tree_flatten(own[key])
+            made = vars(module)[key]  # which a model on the meta device may lack, as a mark of initial values
+            new, (old, structure) = tree_leaves(made), tree_flatten(own.get(key, made))
             if any(map(is_computed_once, new)):  # others, such as modules in a list with them, are its own
                 chosen = [a if is_computed_once(a) else b for a, b in zip(new, old, strict=True)]
                 own[key] = tree_unflatten(chosen, structure)

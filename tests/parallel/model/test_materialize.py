@@ -144,6 +144,8 @@ class Rotated(nn.Module):
         self.register_buffer("mask", torch.arange(16) % 2 == 0)
         self.register_buffer("order", torch.randperm(16), persistent=False)
         self.shift = torch.linspace(0, 1, 16)
+        if not self.up.weight.is_meta:
+            self.initialised = True  # transformers marks modules so
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.where(self.mask, self.phases.real * self.norm(x), x)[..., self.order] + self.shift
