@@ -121,7 +121,7 @@ PARALLEL = st.builds(
 TRAIN = st.builds(
     TrainConfig,
     seq_len=mostly(st.sampled_from([64, 256]), st.integers(1, 2048)),
-    micro_batch_size=mostly(st.sampled_from(["auto", 1, 2, 4]), st.integers(-1, 9)),
+    micro_batch_size=mostly(st.sampled_from(["auto", 1, 2, 4]), st.integers(1, 9)),
     global_batch_size=mostly(st.sampled_from([-1, -1, 128, 192, 256]), st.integers(-3, 300)),
 )
 CONFIGS = st.builds(Config, model=models(), parallel=PARALLEL, train=TRAIN)
