@@ -48,9 +48,9 @@ def test_a_script_for_ddp_trains_the_same_with_the_lines_of_the_page_changed(tmp
     for name, processes, left_out in (("ddp", 2, "+"), ("shard", 2, "-"), ("shard", 4, "-")):
         script = "\n".join(line[1:] for line in lines if not line.startswith(left_out))
         eager = "parallel=mw.ParallelConfig(compile=mw.CompileConfig(enabled=False))"
-        (tmp_path / f"{name}.py").write_text(
-            script.replace("mw.shard(model,", f"mw.shard(model, {eager}, example=")
-        )
+        script = script.replace("mw.shard(model,", f"mw.shard(model, {eager}, example=")
+        end = "import sys; sys.stdout.flush(); os._exit(0)"  # the page says why
+        (tmp_path / f"{name}.py").write_text(f"{script}\n{end}\n")
         done = start(tmp_path, processes, f"{name}.py")
         output, _ = done.communicate(timeout=LIMIT_S)
         assert done.returncode == 0, output
