@@ -7,6 +7,7 @@ model's example, on fake tensors.
 
 import contextlib
 import copy
+import fnmatch
 import hashlib
 import importlib.metadata
 import sys
@@ -62,12 +63,13 @@ from meshwright.train.model.trained_model import TrainedModel, model_of
 
 @dataclass(frozen=True)
 class TraceCase:
-    """Everything that the workload of a module on one rank depends on.
+    """Everything that the workload of a module on one rank depends on, and nothing else that a search varies.
 
     `model`: of one block if all are alike; `code`: a hash of that of the model; `module`: of `kinds`;
     `styles`: as in TensorPlan; `frozen`: names of its parameters that are not trained; `float8`: patterns of
-    the linears that multiply in float8; `on_cuda`: by the kernels of CUDA; the other fields are those of Plan
-    and UnitPlan. `sequences`: 1, or 2 for every larger micro batch.
+    the linears that multiply in float8; `on_cuda`: run eagerly by the kernels of CUDA; the other fields are
+    those of Plan and UnitPlan. `sequences`: 1, or 2 for every larger micro batch, and if not compiled.
+    `seq_len`, `cp`: of a module without attention's cores the tokens of a rank, and 1.
     """
 
     model: ModelConfig
@@ -157,7 +159,7 @@ def _build(
         call = call.split(1, case.tp)
     args, kwargs, held = make_arguments(call, dtype)
     tables = () if case.document_mask else tuple(held)  # with a mask they are those of these sequences
-    if f"{model.logits[1]}.".startswith(f"{case.module}.") and model.computes_loss:
+    if _has_loss(model, case.module):
         targets = torch.zeros(sequences, case.seq_len // case.cp, dtype=torch.int64)
         return TracedModule(twin, (args[0], targets), tables=tables)
     return TracedModule(twin, args, kwargs, tables)
@@ -270,32 +272,46 @@ def _make_case(
     frozen: tuple[str, ...],
     document_mask: bool,
 ) -> TraceCase:
+    compiled = _is_compiled(model, module, plan, unit)
+    exchanges = _has_cores(model, module, plan.context.cores)
     return TraceCase(
         model=model.config.of_one_block,
         code=code_of_config(model.config.of_one_block),
         module=module,
-        sequences=min(plan.micro_batch_size, MOST_TRACED_SEQUENCES),
-        seq_len=seq_len,
+        sequences=min(plan.micro_batch_size, MOST_TRACED_SEQUENCES) if compiled else MOST_TRACED_SEQUENCES,
+        seq_len=seq_len if exchanges else seq_len // plan.mesh.cp,
         tp=plan.mesh.tp,
         sequence_parallel=plan.tensor.sequence_parallel,
         styles=tuple(plan.tensor.styles.items()),
         dtype=unit.param_dtype,
-        compiled=_is_compiled(model, module, plan, unit),
+        compiled=compiled,
         activation_checkpoint="none"
         if unit.activation_checkpoint == "offload"
         else unit.activation_checkpoint,
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same activations
-        on_cuda=plan.attention not in ("", "cpu", "math"),  # else it is not known
-        loss_chunk_tokens=plan.loss_chunk_tokens,
+        on_cuda=not compiled and plan.attention not in ("", "cpu", "math"),  # else it is not known
+        loss_chunk_tokens=plan.loss_chunk_tokens if _has_loss(model, module) else 0,
         fused_projections=plan.fused_projections,
         frozen=frozen,
         document_mask=document_mask,
         float8=plan.float8.linears if module in model.units.checkpointed else (),
-        cp=plan.mesh.cp,
-        context=plan.context,
+        cp=plan.mesh.cp if exchanges else 1,
+        context=plan.context if exchanges else ContextPlan(),
     )
+
+
+def _has_loss(model: TrainedModel, module: str) -> bool:
+    """Whether a module computes the loss itself."""
+    return model.computes_loss and f"{model.logits[1]}.".startswith(f"{module}.")
+
+
+@cache
+def _has_cores(model: TrainedModel, module: str, cores: tuple[str, ...]) -> bool:
+    """Whether a module contains any of attention's cores, around which ranks of cp exchange."""
+    names = [name for name, _ in model.module.get_submodule(module).named_modules(prefix=module)]
+    return any(fnmatch.fnmatchcase(name, core) for core in cores for name in names)
 
 
 def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -> bool:
