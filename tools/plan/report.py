@@ -27,6 +27,7 @@ from meshwright.train.planning.auto import choose_plan
 from meshwright.train.planning.fit import MAX_PROCESSES, check_fits, fewest_processes
 from meshwright.train.planning.predict import Prediction, plan_for, predict, predict_memory
 from meshwright.train.planning.resolve import check_attention
+from meshwright.train.planning.tracing_aside import traced_aside
 
 HOUR_S, DAY_S = 3600, 86400
 
@@ -86,7 +87,8 @@ def make_report(job: TrainingJob, machines: Machines) -> PlanReport:
     hardware, choice, prediction, fit_error = machines.hardware, None, None, ""
     advice = tuple[str, ...]()
     if job.parallel.plan == "auto":
-        choice, prediction = choose_plan(job, machines)
+        with traced_aside(job, machines):
+            choice, prediction = choose_plan(job, machines)
         plan = prediction.plan
     else:
         plan = plan_for(job, machines)

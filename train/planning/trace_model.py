@@ -1,24 +1,21 @@
-"""Traces a model's workload under a plan, module by module, and caches it on disk: a trace takes seconds and
-depends only on the config, the code and torch.
+"""Traces a model's workload under a plan, module by module; `captures` has what was traced before.
 
 A module is built as one rank has it after the all-gather, with the arguments of its call in a forward of the
 model's example, on fake tensors.
 """
 
-import contextlib
 import copy
 import fnmatch
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -57,43 +54,8 @@ from meshwright.parallel.planner.tracing.trace import (
 )
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase, with_loss
 from meshwright.train.config import ModelConfig
-from meshwright.train.files import write_atomically
 from meshwright.train.model.trained_model import TrainedModel, model_of
-
-
-@dataclass(frozen=True)
-class TraceCase:
-    """Everything that the workload of a module on one rank depends on, and nothing else that a search varies.
-
-    `model`: of one block if all are alike; `code`: a hash of that of the model; `module`: of `kinds`;
-    `styles`: as in TensorPlan; `frozen`: names of its parameters that are not trained; `float8`: patterns of
-    the linears that multiply in float8; `on_cuda`: run eagerly by the kernels of CUDA; the other fields are
-    those of Plan and UnitPlan. `sequences`: 1, or 2 for every larger micro batch, and if not compiled.
-    `seq_len`, `cp`: of a module without attention's cores the tokens of a rank, and 1.
-    """
-
-    model: ModelConfig
-    code: str
-    module: str
-    sequences: int
-    seq_len: int
-    tp: int
-    sequence_parallel: bool
-    styles: tuple[tuple[str, str], ...]
-    dtype: str
-    compiled: bool
-    activation_checkpoint: str
-    saved_ops: tuple[str, ...]
-    activation_budget: float
-    attention: str
-    on_cuda: bool
-    loss_chunk_tokens: int
-    fused_projections: bool
-    frozen: tuple[str, ...]
-    document_mask: bool
-    float8: tuple[str, ...]
-    cp: int
-    context: ContextPlan
+from meshwright.train.planning.captures import TraceCase, remember
 
 
 @cache
@@ -205,28 +167,21 @@ def model_workload(
         seq_len: tokens per sequence
         frozen: names of parameters that are not trained
         document_mask: sequences contain several documents that do not attend to each other
-        folder: caches traces on disk; None: only in this process
+        folder: caches traces on disk; None: none are read or written
 
     Modules of one kind with the same settings are traced once.
     """
-    trained_model = model_of(model)
-    kinds, units = kinds_of(model, seq_len), trained_model.units
-    unit_of = {module: unit for unit in plan.units for module in unit.modules}
-    modules, traced = dict[str, ModuleWorkload](), dict[Any, ModuleWorkload]()
-    parameters_of, output = parameters_by_module(trained_model.module, plan.modules), Linear()
+    trained_model, modules, output = model_of(model), dict[str, ModuleWorkload](), Linear()
+    cases = cases_of(model, plan, seq_len, frozen, document_mask)
+    traced = {id(case): trace_and_keep(case, folder) for case in distinct(cases)}
+    parameters_of = parameters_by_module(trained_model.module, plan.modules)
     for name in plan.modules:
-        if name not in kinds:
+        if name in cases:
+            modules[name] = traced[id(cases[name])]
+        else:
             modules[name] = _of_container([*parameters_of[name].values()], output)
-            continue
-        fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
-        in_block = name in units.checkpointed
-        equal = kinds[name], unit_of[name].settings, fixed, in_block
-        if equal not in traced:
-            masked = document_mask and in_block
-            case = _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len, fixed, masked)
-            traced[equal] = _trace(case, folder)
-        modules[name] = traced[equal]
         output = modules[name].output
+    units = trained_model.units
     if parameters := count_float8(plan, units.linears):
         blocks = {id(work): work for name, work in modules.items() if name in units.checkpointed}
         multiplied = {key: replace(work, float8=parameters) for key, work in blocks.items()}
@@ -238,6 +193,31 @@ def model_workload(
         modules[name] = replace(work, parameters=parameters, weights=weights)
     tables = trained_model.tables(seq_len // plan.mesh.cp)
     return ModelWorkload(modules, {}, seq_len, plan.modules[-1], tables)
+
+
+def cases_of(
+    model: ModelConfig, plan: Plan, seq_len: int, frozen: frozenset[str], document_mask: bool
+) -> dict[str, TraceCase]:
+    """Return the case of each module that is traced for a plan, the same object for equal modules. The
+    arguments are those of `model_workload`."""
+    trained_model = model_of(model)
+    kinds, units = kinds_of(model, seq_len), trained_model.units
+    unit_of = {module: unit for unit in plan.units for module in unit.modules}
+    cases, made = dict[str, TraceCase](), dict[Any, TraceCase]()
+    for name in filter(kinds.__contains__, plan.modules):
+        fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
+        in_block = name in units.checkpointed
+        equal = kinds[name], unit_of[name].settings, fixed, in_block
+        if equal not in made:
+            masked = document_mask and in_block
+            made[equal] = _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len, fixed, masked)
+        cases[name] = made[equal]
+    return cases
+
+
+def distinct(cases: Mapping[str, TraceCase]) -> Iterable[TraceCase]:
+    """Return the cases of `cases_of`, each once."""
+    return {id(case): case for case in cases.values()}.values()
 
 
 def _of_container(parameters: Sequence[nn.Parameter], output: Linear) -> ModuleWorkload:
@@ -323,18 +303,21 @@ def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -
 
 
 @cache
-def _trace(case: TraceCase, folder: Path | None) -> ModuleWorkload:
-    def trace() -> ModuleWorkload:
-        work = _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case), case.on_cuda)
-        model = model_of(case.model)
-        if case.module != model.logits[0] or not model.gives_logits:
-            return work
-        build = partial(_loss_of_logits, module_builder(case))
-        if case.compiled:
-            return with_loss(work, compiled_workload(capture_joint(build, case.sequences)))
-        return with_loss(work, eager_workload(build, case.on_cuda))
+def trace_and_keep(case: TraceCase, folder: Path | None) -> ModuleWorkload:
+    """Return the workload of a case, as `remember` does, and once for all in this process."""
+    return remember(folder, case, partial(trace_case, case))
 
-    return remember(folder, case, trace) if folder else trace()
+
+def trace_case(case: TraceCase) -> ModuleWorkload:
+    """Trace the workload of a case, whether it is known or not."""
+    work = _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case), case.on_cuda)
+    model = model_of(case.model)
+    if case.module != model.logits[0] or not model.gives_logits:
+        return work
+    build = partial(_loss_of_logits, module_builder(case))
+    if case.compiled:
+        return with_loss(work, compiled_workload(capture_joint(build, case.sequences)))
+    return with_loss(work, eager_workload(build, case.on_cuda))
 
 
 def _trace_compiled(case: TraceCase) -> ModuleWorkload:
@@ -380,34 +363,3 @@ def _recomputed(case: TraceCase) -> Callable[[int], TracedModule]:
         return subject
 
     return build
-
-
-# code that a trace depends on
-TRACED_CODE = ("models/**/*.py", "parallel/**/*.py", "train/model/*.py", "train/planning/trace_*.py")
-
-
-def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) -> ModuleWorkload:
-    """Return the workload of a case from `folder`, or trace it and write it there.
-
-    The repr of `case` is the cache key. A file that cannot be read or written is ignored.
-    """
-    key = hashlib.sha256(f"{case!r} {torch.__version__} {_digest_of_code()}".encode()).hexdigest()
-    path = folder / f"work-{key[:32]}.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=ModuleWorkload)
-    except (OSError, ValueError):
-        work = trace()
-    with contextlib.suppress(OSError, ValueError):  # ValueError: not a valid path
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, msgspec.json.encode(work))
-    return work
-
-
-@cache
-def _digest_of_code() -> str:
-    """Return a hash of the code that is traced and of the code that traces it."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for pattern in TRACED_CODE:
-        for path in sorted(root.glob(pattern)):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
