@@ -56,15 +56,14 @@ def choose_for_run(
         console.print(f"planner: {correction.describe()}")
     corrected = replace(kind, correction=correction.factor)
     machines = this_machine(device, ranks, corrected, smallest_memory(device, ranks.local_world_size))
+    if job.parallel.param_dtype == "auto":
+        job = replace(job, parallel=replace(job.parallel, param_dtype=dtype_on_device(device)))
     # of rank 0's node those with a core of their own
     helper, helpers = ranks.rank - 1, min(ranks.local_world_size, usable_cores()) - 1
-    on_device = _on_device(job, ranks, device, machines)
-    share = trace_share(*on_device, helper, helpers) if 0 <= helper < helpers else ()
+    share = trace_share(job, machines, helper, helpers) if 0 <= helper < helpers else ()
 
     def choose() -> tuple[Prediction, int]:
-        predicted = _choose_for_device(*on_device, device)
-        plan = replace(predicted.plan, cpu_offload=job.parallel.cpu_offload)
-        predicted = replace(predicted, plan=plan, correction=correction)
+        predicted = replace(_choose_for_device(job, ranks, device, machines), correction=correction)
         # on a CPU of the entire process, which may have had it while it measured the machine and planned
         of_process = max(predicted.reserved_bytes, peak_resident_bytes())
         return predicted, predicted.memory.peak_bytes if device.type == "cuda" else of_process
@@ -72,24 +71,16 @@ def choose_for_run(
     return broadcast_from_rank0(ranks, choose, meanwhile=share)
 
 
-def _on_device(
+def _choose_for_device(
     job: TrainingJob, ranks: RankInfo, device: torch.device, machines: Machines
-) -> tuple[TrainingJob, Machines]:
-    """Return the job and the machines with what the devices of this run decide."""
+) -> Prediction:
+    """Choose the plan for the processes of this run, on such devices, and predict it."""
     parallel, kind = job.parallel, machines.kind
-    if parallel.param_dtype == "auto":
-        parallel = replace(parallel, param_dtype=dtype_on_device(device))
     if kind.cores:  # a CPU: its rates are of one core, and host memory is the device memory
         cores = min(usable_cores(), ranks.local_world_size * torch.get_num_threads())
         machines = replace(machines, hardware=replace(kind, cores=cores))
         parallel = replace(parallel, cpu_offload=False)
-    return replace(job, parallel=parallel), machines
-
-
-def _choose_for_device(job: TrainingJob, machines: Machines, device: torch.device) -> Prediction:
-    """Choose the plan for the processes of this run, on such devices, and predict it."""
-    kind = machines.kind
-    _, predicted = choose_plan(job, machines)
+    _, predicted = choose_plan(replace(job, parallel=parallel), machines)
     check_device_support(job, predicted.plan, device)
     headline = (
         f"{kind.name}: {predicted.timeline.step_s:.3g} s a step, {predicted.tokens_per_s_per_gpu:,.0f} "
@@ -97,7 +88,8 @@ def _choose_for_device(job: TrainingJob, machines: Machines, device: torch.devic
         f"({predicted.reserved_bytes / GIB:.2f} reserved)"
     )
     trusted = tuple(map(": ".join, trust(kind, machines.processes, machines.per_node)))
-    return replace(predicted, reasons=(headline, *trusted, *predicted.reasons))
+    plan = replace(predicted.plan, cpu_offload=job.parallel.cpu_offload)
+    return replace(predicted, plan=plan, reasons=(headline, *trusted, *predicted.reasons))
 
 
 def choose_plan(job: TrainingJob, machines: Machines) -> tuple[SearchResult, Prediction]:

@@ -11,7 +11,7 @@ from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import PredictedMemory
-from meshwright.parallel.plan.make import LOSS_CHUNK_TOKENS, RunShape, count_blocks, make_plan
+from meshwright.parallel.plan.make import RunShape, count_blocks, make_plan
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import (
@@ -26,7 +26,6 @@ from meshwright.parallel.planner.search import SearchResult, check_legal, search
 from meshwright.parallel.planner.search_space import combinations, least_memory, with_choices
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.planner.tracing.trace import MOST_TRACED_SEQUENCES
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.errors import NoPredictionError
@@ -34,11 +33,10 @@ from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.captures import TraceCase
 from meshwright.train.planning.correction import Correction
 from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
-from meshwright.train.planning.trace_model import cases_of, distinct, model_workload
+from meshwright.train.planning.trace_model import cases_of, model_workload
 from meshwright.train.training import frozen_parameters, training_flops
 
-# the choices that decide what is traced, beside the size of a micro batch
-TRACED_CHOICES = ("tp", "cp", "cp_exchange", "activation_checkpoint")
+TRACED_CHOICES = ("tp", "cp", "cp_exchange", "activation_checkpoint", "micro_batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,25 +118,21 @@ def search_plans(job: TrainingJob, machines: Machines, leanest: bool = False) ->
 
 
 def cases_of_search(job: TrainingJob, machines: Machines) -> Iterator[TraceCase]:
-    """Yield what a search for a plan of the job can have to trace, each case once, in the order of its plans;
-    a search may do without some."""
+    """Yield what a search for a plan of the job can have to trace, in the order of its plans; many cases more
+    than once."""
     units, shape = model_of(job.model).units, _shape_on(job, machines)
-    frozen, _ = _frozen_and_trained(job.model, job.freeze)
-    cases, made = set[TraceCase](), set[tuple[Any, ...]]()
+    frozen, made = _frozen_and_trained(job.model, job.freeze)[0], set[tuple[Any, ...]]()
     every = combinations(job.parallel, shape, count_blocks(job.parallel, units))
     for choices in {choices.computed: choices for choices in every}.values():
-        micro = choices.micro_batch_size
-        in_one_chunk = micro * job.seq_len <= choices.cp * LOSS_CHUNK_TOKENS
-        key = *(choices[name] for name in TRACED_CHOICES), min(micro, MOST_TRACED_SEQUENCES), in_one_chunk
-        if key in made:
+        traced = tuple(choices[name] for name in TRACED_CHOICES)
+        if traced in made:
             continue
         with contextlib.suppress(PlanError):  # with other degrees of data parallelism it may be legal
-            config, sizes = with_choices(job.parallel, shape, choices)
-            plan = make_plan(config, units, sizes)
-            made.add(key)
-            of_plan = distinct(cases_of(job.model, plan, job.seq_len, frozen, job.document_mask))
-            yield from (case for case in of_plan if case not in cases)
-            cases.update(of_plan)
+            chosen, sizes = with_choices(job.parallel, shape, choices)
+            plan = make_plan(chosen, units, sizes)
+            cases = cases_of(job.model, plan, job.seq_len, frozen, job.document_mask)
+            made.add(traced)
+            yield from (case for case, _ in cases)
 
 
 def check_legal_plans(job: TrainingJob, machines: Machines) -> None:

@@ -171,17 +171,14 @@ def model_workload(
 
     Modules of one kind with the same settings are traced once.
     """
-    trained_model, modules, output = model_of(model), dict[str, ModuleWorkload](), Linear()
-    cases = cases_of(model, plan, seq_len, frozen, document_mask)
-    traced = {id(case): trace_and_keep(case, folder) for case in distinct(cases)}
+    trained_model, traced, output = model_of(model), dict[str, ModuleWorkload](), Linear()
+    for case, names in cases_of(model, plan, seq_len, frozen, document_mask):
+        traced |= dict.fromkeys(names, trace_and_keep(case, folder))
+    modules, units = dict[str, ModuleWorkload](), trained_model.units
     parameters_of = parameters_by_module(trained_model.module, plan.modules)
     for name in plan.modules:
-        if name in cases:
-            modules[name] = traced[id(cases[name])]
-        else:
-            modules[name] = _of_container([*parameters_of[name].values()], output)
+        modules[name] = traced.get(name) or _of_container([*parameters_of[name].values()], output)
         output = modules[name].output
-    units = trained_model.units
     if parameters := count_float8(plan, units.linears):
         blocks = {id(work): work for name, work in modules.items() if name in units.checkpointed}
         multiplied = {key: replace(work, float8=parameters) for key, work in blocks.items()}
@@ -197,27 +194,23 @@ def model_workload(
 
 def cases_of(
     model: ModelConfig, plan: Plan, seq_len: int, frozen: frozenset[str], document_mask: bool
-) -> dict[str, TraceCase]:
-    """Return the case of each module that is traced for a plan, the same object for equal modules. The
-    arguments are those of `model_workload`."""
+) -> Iterable[tuple[TraceCase, list[str]]]:
+    """Return what is traced for a plan, with the names of the modules that it stands for. The arguments are
+    those of `model_workload`."""
     trained_model = model_of(model)
     kinds, units = kinds_of(model, seq_len), trained_model.units
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
-    cases, made = dict[str, TraceCase](), dict[Any, TraceCase]()
+    cases = dict[Any, tuple[TraceCase, list[str]]]()
     for name in filter(kinds.__contains__, plan.modules):
         fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
         in_block = name in units.checkpointed
         equal = kinds[name], unit_of[name].settings, fixed, in_block
-        if equal not in made:
+        if equal not in cases:
             masked = document_mask and in_block
-            made[equal] = _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len, fixed, masked)
-        cases[name] = made[equal]
-    return cases
-
-
-def distinct(cases: Mapping[str, TraceCase]) -> Iterable[TraceCase]:
-    """Return the cases of `cases_of`, each once."""
-    return {id(case): case for case in cases.values()}.values()
+            case = _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len, fixed, masked)
+            cases[equal] = case, []
+        cases[equal][1].append(name)
+    return cases.values()
 
 
 def _of_container(parameters: Sequence[nn.Parameter], output: Linear) -> ModuleWorkload:
