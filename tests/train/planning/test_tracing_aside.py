@@ -28,6 +28,8 @@ def test_a_search_traces_what_others_did_not(aside: str, tmp_path: Path, monkeyp
     trace_model.trace_and_keep.cache_clear()
     machines = machines_of_kind(load_hardware()["h100-sxm"], 2, 2)
     search = parse_config([*TINY, f"--parallel.compile.cache_dir={tmp_path}"]).job, machines
+    assert not [*tracing_aside.trace_share(*search, 0, 1)], "few are left to the search"
+    monkeypatch.setattr(tracing_aside, "FEW", -1)
     cases = {*tracing_aside.cases_of_search(*search)}
     if aside == "shares":
         parts = [len([*tracing_aside.trace_share(*search, share, 2)]) for share in range(2)]
