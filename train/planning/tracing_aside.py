@@ -56,6 +56,6 @@ def traced_aside(job: TrainingJob, machines: Machines) -> Iterator[None]:
     try:
         yield
     finally:
-        for fork in forks:
-            fork.kill()
-            fork.join()
+        for process in forks:
+            process.kill()
+            process.join()
