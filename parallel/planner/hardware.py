@@ -253,13 +253,16 @@ class HostMemory:
 def allocator_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
     """Return the memory that the allocator reserves, as torch.cuda.memory_reserved() does: its pools, or on a
     CPU the peak, and the share beyond them."""
-    used = memory.peak_bytes if hardware.cores else memory.pool_bytes
-    return round(used * (1 + hardware.reserved_share))
+    return _with_share(memory.peak_bytes if hardware.cores else memory.pool_bytes, hardware)
 
 
 def reserved_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
     """Return the memory that a process takes from the device: that of the allocator and its own."""
     return allocator_bytes(memory, hardware) + round(hardware.reserved_gib * GIB)
+
+
+def _with_share(used: int, hardware: Hardware) -> int:
+    return round(used * (1 + hardware.reserved_share))
 
 
 # by kind of host memory: the key that needs it, and what to do if there is too little
@@ -308,6 +311,11 @@ class Machines:
         is known, and with what is offloaded if the device's memory is the host's."""
         needed = reserved_bytes(memory, self.hardware) if self.hardware else memory.peak_bytes
         return needed + self.kept_bytes(host)
+
+    def least_needed_bytes(self, used: int, host: HostMemory) -> int:
+        """Return what a process needs at least if its tensors need so many bytes at some moment."""
+        own = round(self.kind.reserved_gib * GIB)
+        return _with_share(used, self.kind) + own + self.kept_bytes(host)
 
     def kept_bytes(self, host: HostMemory) -> int:
         """Return the bytes of the device's memory that offloading does not free, because it is the host's."""

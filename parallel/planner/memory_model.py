@@ -15,17 +15,19 @@ other tensors on the compute stream.
 from itertools import accumulate, pairwise
 from math import prod
 from operator import attrgetter
+from typing import NamedTuple
 
 from meshwright.parallel.memory_breakdown import MemoryBreakdown, PredictedMemory, round_up
 from meshwright.parallel.plan.schema import (
     MicroBatch,
     Plan,
     UnitPlan,
+    leaves_parameters,
     micro_batch_kinds,
     reduced_in,
     sums_whole_gradients,
 )
-from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks, trained_parameters
+from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import HostMemory
 from meshwright.parallel.planner.ledger import KEPT, PASSING, Ledger, ModuleTensors
 from meshwright.parallel.planner.walk import StepSink, StepWalk, inner_blocks, without
@@ -365,47 +367,65 @@ class UnitBytes:
         return sum(map(self.trained_values, unit.modules)) * kept
 
 
-def whole_gradient_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """Return the bytes of the whole gradients that a rank keeps from one micro batch to the next."""
-    return sum(
-        int(trained_parameters(unit.modules, work)) * DTYPE_BYTES[unit.reduce_dtype]
-        for unit in plan.units
-        if sums_whole_gradients(unit, plan)
-    )
+class LeastMemory(NamedTuple):
+    """Bytes of one rank at two moments of the last micro batch, which its peak cannot be below: when the head
+    needs the most, while the activations of all other modules are saved, and at the end of the backward, when
+    all gradients exist."""
+
+    at_head: int
+    at_end: int
 
 
-def least_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """Return a quick lower bound of a rank's peak in bytes: its shards of parameters and moments, if they are
-    on the device, and the saved activations that stay there."""
-    parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.shards
-    trained = trained_parameters(plan.modules, work) / plan.mesh.shards
-    sent = sent_blocks(plan, work)
+def least_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
+    """Return a quick lower bound of a rank's peak."""
+    sizes, begun = UnitBytes(plan, work), plan.accumulation > 1
+    state = gradients = summed = gathered = 0.0
+    for unit in plan.units:
+        count, modules = work.count(unit.name), unit.modules
+        trained = sum(map(sizes.trained_values, modules))
+        state += count * (sum(map(sizes.values, modules)) * sizes.stored + 2 * trained * work.moment_bytes)
+        gradients += count * trained * sizes.stored
+        if begun and sums_whole_gradients(unit, plan):
+            whole = sum(map(sizes.trained_parameters, modules))
+            summed += count * whole * DTYPE_BYTES[reduced_in(unit, plan)]
+        elif begun:
+            summed += count * sizes.accumulated(unit)
+        if unit.reshard_after_forward is False and not leaves_parameters(plan):
+            gathered += count * sizes.gathered(unit)
+    sent, micro_batch_size = sent_blocks(plan, work), plan.micro_batch_size
     kept = sum(
-        work.modules[name].saved_bytes.at(plan.micro_batch_size)
+        work.modules[name].saved_bytes.at(micro_batch_size) * work.count(name)
         for name in plan.modules
-        if work.has_backward((name,)) and name not in sent
+        if name != work.logits and name not in sent and work.has_backward((name,))
     )
-    stored = DTYPE_BYTES[plan.storage_dtype] * parameters + 2 * work.moment_bytes * trained
-    return int((0 if plan.cpu_offload else stored) + kept)
+    head = work.modules[work.logits]
+    inside = max(live.at(micro_batch_size) for live in head.forward.live_bytes + head.backward.live_bytes)
+    if plan.cpu_offload:
+        state = gradients = summed = 0.0
+    return LeastMemory(int(state + summed + gathered + kept + inside), int(state + gradients))
 
 
 def host_memory(plan: Plan, work: ModelWorkload) -> HostMemory:
     """Return the host memory of a rank beside a device's. What is pinned counts in powers of two, as torch
     allocates it, except activations, whose tensors are not known one by one."""
-    sent = sum(work.modules[name].saved_bytes.at(plan.micro_batch_size) for name in sent_blocks(plan, work))
+    sent = sum(
+        work.modules[name].saved_bytes.at(plan.micro_batch_size) * work.count(name)
+        for name in sent_blocks(plan, work)
+    )
     if not (plan.cpu_offload or work.saves):
         return HostMemory(int(sent))
     shards = [
-        (values, work.trained.get(name, 1.0))
+        (work.count(name), values, work.trained.get(name, 1.0))
         for name in plan.modules
         for values in shard_values(work.modules[name], plan.mesh.shards)
     ]
     stored, moment = DTYPE_BYTES[plan.storage_dtype], work.moment_bytes
-    parameters = sum(round_up(stored * values) for values, _ in shards)
+    parameters = sum(count * round_up(stored * values) for count, values, _ in shards)
     if plan.cpu_offload:  # moments are not pinned
         gradients_and_moments = sum(
-            trained * (round_up(stored * values) + 2 * moment * values) for values, trained in shards
+            count * trained * (round_up(stored * values) + 2 * moment * values)
+            for count, values, trained in shards
         )
         return HostMemory(int(sent), state=int(parameters + gradients_and_moments))
-    moments = sum(trained * 2 * round_up(moment * values) for values, trained in shards)
+    moments = sum(count * trained * 2 * round_up(moment * values) for count, values, trained in shards)
     return HostMemory(int(sent), copies=int((parameters + moments) / plan.mesh.dp_replicate))

@@ -25,7 +25,7 @@ from meshwright.parallel.planner.timeline import (
     Timeline,
     TimelineEvent,
 )
-from meshwright.parallel.planner.walk import StepSink, StepWalk, inner_blocks, without
+from meshwright.parallel.planner.walk import StepSink, StepWalk
 
 STREAMS = {  # lane -> stream
     HOST: HOST,
@@ -38,7 +38,6 @@ STREAMS = {  # lane -> stream
     OFFLOAD: OFFLOAD,
 }
 ALONE = frozenset({COMPUTE, OFFLOAD, HOST})  # streams that do not share the link of the collectives
-EDGE = 6  # blocks at each end of a row of equal ones, after which each adds the same time (within 0.01%)
 SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatters share
 
 
@@ -47,23 +46,70 @@ def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
     return _join([(_timeline(tasks, spans), count) for tasks, spans, count in _simulate(plan, times)])
 
 
-def step_seconds(plan: Plan, times: StepTimes) -> float:
-    """Return the seconds of a simulated step, without its timeline. Each block of a row of equal ones adds
-    the same time, so a step with few of them is simulated, and for each row one with a period more of it."""
+@dataclass(frozen=True)
+class Load:
+    """Seconds that each part of one rank is busy in a step, whatever waits for what.
 
-    def simulated_s(blocks: frozenset[str]) -> float:
-        offload_s = {name: seconds for name, seconds in times.offload_s.items() if name not in blocks}
-        parts = _simulate(without(plan, blocks), replace(times, offload_s=offload_s))
-        return sum(_seconds(spans) * count for _, spans, count in parts)
+    Args:
+        forward_s, backward_s: the compute stream
+        copied_s: copies to host memory, which take as long back
+        collectives_s: the link of all streams' collectives
+        slowed_s: what computing loses if all collectives run beside it
+        host_s: the host
+        serial_s: what nothing overlaps
+    """
 
-    by_name = (times.modules, times.units, times.offload_s)
-    rows = inner_blocks(plan, lambda name: [of.get(name) for of in by_name], EDGE)
-    left_out = frozenset[str]().union(*(row.blocks for row in rows))
-    seconds = shortest_s = simulated_s(left_out)
-    for row in rows:
-        added_s = simulated_s(left_out.difference(row.blocks[: row.period])) - shortest_s
-        seconds += added_s * len(row.blocks) / row.period
-    return seconds
+    forward_s: float
+    backward_s: float
+    copied_s: float
+    collectives_s: float
+    slowed_s: float
+    host_s: float
+    serial_s: float
+
+    @property
+    def seconds(self) -> float:
+        """A lower bound of the step: no order of work is faster than the busiest part."""
+        computing_s = self.forward_s + self.backward_s + self.slowed_s
+        copying_s = max(self.forward_s, self.copied_s) + max(self.backward_s, self.copied_s)
+        return max(computing_s, copying_s, self.collectives_s, self.host_s) + self.serial_s
+
+    def mixed(self, other: "Load", share: float) -> "Load":
+        """Return the load of a step of which a share is like another one."""
+        return Load(
+            *(a + share * (b - a) for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+
+def step_load(plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> Load:
+    """Return the load of a step. `repeats`: number of equal blocks that a block stands for, as in
+    `ModelWorkload`."""
+    walk, busy_s = StepWalk(plan, StepSink(), times.has_backward), defaultdict[tuple[str, str], float](float)
+    for micro_batch, count in micro_batch_kinds(plan):
+        walk.sink = sink = TaskSink(plan, times)
+        walk.forward(micro_batch)
+        walk.backward(micro_batch)
+        for task in sink.tasks:
+            busy_s[task.lane, task.phase] += task.alone_s * count * repeats.get(task.unit, 1)
+    serial_s = times.optimizer_s + times.scalars_s
+    if not times.overlaps:
+        return Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, serial_s + sum(busy_s.values()))
+    forward_s, backward_s = (
+        sum(s for (lane, of), s in busy_s.items() if of == phase and STREAMS[lane] == COMPUTE)
+        for phase in ("forward", "backward")
+    )
+    collectives = {lane: s for (lane, _), s in busy_s.items() if STREAMS[lane] not in ALONE}
+    inside_s = sum(s for (lane, _), s in busy_s.items() if lane in ("tp", "cp"))  # which slow nothing down
+    slowed_s = sum(times.slowdown[lane] * s for lane, s in collectives.items())
+    return Load(
+        forward_s,
+        backward_s,
+        busy_s[OFFLOAD, "forward"],
+        sum(collectives.values()),
+        max(0.0, slowed_s - inside_s * max(times.slowdown.values(), default=0.0)),
+        busy_s[HOST, "forward"] + busy_s[HOST, "backward"],
+        serial_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)

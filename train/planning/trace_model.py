@@ -211,7 +211,7 @@ def model_workload(
     kinds, units = kinds_of(model, seq_len), trained_model.units
     unit_of = {module: unit for unit in plan.units for module in unit.modules}
     modules, traced = dict[str, ModuleWorkload](), dict[Any, ModuleWorkload]()
-    parameters_of, output = parameters_by_module(trained_model.module, plan.modules), Linear()
+    parameters_of, output = _parameters_of(model), Linear()
     for name in plan.modules:
         if name not in kinds:
             modules[name] = _of_container([*parameters_of[name].values()], output)
@@ -247,10 +247,16 @@ def _of_container(parameters: Sequence[nn.Parameter], output: Linear) -> ModuleW
 
 
 @cache
+def _parameters_of(model: ModelConfig) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the parameters of each module of the units, by name."""
+    return parameters_by_module(model_of(model).module, model_of(model).units.modules)
+
+
+@cache
 def _shared_weights(model: ModelConfig) -> dict[str, frozenset[int]]:
     """Return the places of the parameters that a later module shares, by module: they count there, where
     their gradient begins."""
-    of = parameters_by_module(model_of(model).module, model_of(model).units.modules)
+    of = _parameters_of(model)
     last = dict[nn.Parameter, str]()
     for name, parameters in of.items():
         last |= dict.fromkeys(parameters.values(), name)
