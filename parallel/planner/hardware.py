@@ -312,10 +312,9 @@ class Machines:
         needed = reserved_bytes(memory, self.hardware) if self.hardware else memory.peak_bytes
         return needed + self.kept_bytes(host)
 
-    def least_needed_bytes(self, used: int, host: HostMemory) -> int:
-        """Return what a process needs at least if its tensors need so many bytes at some moment."""
-        own = round(self.kind.reserved_gib * GIB)
-        return _with_share(used, self.kind) + own + self.kept_bytes(host)
+    def least_needed_bytes(self, used: int) -> int:
+        """Return the device memory that a process needs at least if its tensors take so many bytes."""
+        return _with_share(used, self.kind) + round(self.kind.reserved_gib * GIB)
 
     def kept_bytes(self, host: HostMemory) -> int:
         """Return the bytes of the device's memory that offloading does not free, because it is the host's."""

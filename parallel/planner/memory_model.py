@@ -24,7 +24,9 @@ from meshwright.parallel.plan.schema import (
     UnitPlan,
     leaves_parameters,
     micro_batch_kinds,
+    prefetch_schedule,
     reduced_in,
+    regathered,
     sums_whole_gradients,
 )
 from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks
@@ -368,17 +370,21 @@ class UnitBytes:
 
 
 class LeastMemory(NamedTuple):
-    """Bytes of one rank at two moments of the last micro batch, which its peak cannot be below: when the head
-    needs the most, while the activations of all other modules are saved, and at the end of the backward, when
-    all gradients exist."""
+    """Bytes of one rank at moments of the last micro batch, which its peak cannot be below: when the head
+    needs the most, while the activations of all other modules are saved; in the backward of the module before
+    it; and at the end of the backward, when all gradients exist. Without the buffers of all-gathers, of which
+    a GPU has a pool of its own: their bytes at the moment with the most.
+    """
 
     at_head: int
+    before_head: int
     at_end: int
+    gathering: int
 
 
 def least_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
     """Return a quick lower bound of a rank's peak."""
-    sizes, begun = UnitBytes(plan, work), plan.accumulation > 1
+    sizes, begun, leaves = UnitBytes(plan, work), plan.accumulation > 1, leaves_parameters(plan)
     state = gradients = summed = gathered = 0.0
     for unit in plan.units:
         count, modules = work.count(unit.name), unit.modules
@@ -390,19 +396,35 @@ def least_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
             summed += count * whole * DTYPE_BYTES[reduced_in(unit, plan)]
         elif begun:
             summed += count * sizes.accumulated(unit)
-        if unit.reshard_after_forward is False and not leaves_parameters(plan):
+        if unit.reshard_after_forward is False and not leaves:
             gathered += count * sizes.gathered(unit)
-    sent, micro_batch_size = sent_blocks(plan, work), plan.micro_batch_size
-    kept = sum(
-        work.modules[name].saved_bytes.at(micro_batch_size) * work.count(name)
-        for name in plan.modules
-        if name != work.logits and name not in sent and work.has_backward((name,))
-    )
-    head = work.modules[work.logits]
-    inside = max(live.at(micro_batch_size) for live in head.forward.live_bytes + head.backward.live_bytes)
     if plan.cpu_offload:
         state = gradients = summed = 0.0
-    return LeastMemory(int(state + summed + gathered + kept + inside), int(state + gradients))
+    sent, micro_batch_size = sent_blocks(plan, work), plan.micro_batch_size
+    saved = {
+        name: work.modules[name].saved_bytes.at(micro_batch_size)
+        for name in plan.modules
+        if name != work.logits and work.has_backward((name,))
+    }
+    kept = sum(size * work.count(name) for name, size in saved.items() if name not in sent)
+    common = state + summed + gathered + kept
+    head, last = work.modules[work.logits], next(reversed(saved), "")
+    at_head = max(live.at(micro_batch_size) for live in head.forward.live_bytes + head.backward.live_bytes)
+    before = 0.0
+    if last:
+        (unit,) = (unit for unit in plan.units if last in unit.modules)
+        fetched = sum(saved[name] for name, following in sent.items() if following == last)
+        live = max(moment.at(micro_batch_size) for moment in work.modules[last].backward.live_bytes)
+        before = fetched + live - saved[last]
+        if not leaves:
+            before += sizes.gathered(unit) * regathered(unit)
+            later = plan.units[-1]
+            if later is not unit and work.has_backward(later.modules):
+                before += sizes.reduction(later, True)[0] * plan.mesh.shards
+    ahead = prefetch_schedule(plan, "forward")
+    gathering = max(sum(map(sizes.buffer, (unit, *ahead[unit.name]))) for unit in plan.units)
+    moments = common + at_head, common + before, state + gradients
+    return LeastMemory(*map(int, moments), 0 if leaves else gathering)
 
 
 def host_memory(plan: Plan, work: ModelWorkload) -> HostMemory:

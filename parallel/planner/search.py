@@ -250,8 +250,18 @@ class _Search:
         """Return the candidate of the choices, by its bounds. Raises PlanError if they are not legal."""
         bounds = self.bounds
         plan, host = bounds.plan(choices), bounds.host(choices)
-        needed_bytes = self.machines.least_needed_bytes(max(bounds.memory(choices)), host)
+        needed_bytes = max(self.least_needs(choices)) + self.machines.kept_bytes(host)
         return Candidate(choices, plan, bounds.load(choices).seconds, needed_bytes, host)
+
+    def least_needs(self, choices: Choices) -> tuple[int, int, int]:
+        """Return what a process needs at the moments of `LeastMemory`."""
+        least, machines = self.bounds.memory(choices), self.machines
+        buffers = 0 if machines.kind.cores else least.gathering
+        return (
+            machines.least_needed_bytes(least.at_head + buffers),
+            machines.least_needed_bytes(least.before_head + buffers),
+            machines.least_needed_bytes(least.at_end + buffers),
+        )
 
     def with_fewest_blocks(self, choices: Choices) -> Candidate | None:
         """Return the candidate with a lower bound of the fewest blocks that fit; its plan is that of all
@@ -260,14 +270,13 @@ class _Search:
             return None
         if self.config.activation_checkpoint_blocks != "auto":
             return None
-        needs = [
-            [self.machines.least_needed_bytes(used, HostMemory()) for used in self.bounds.memory(each)]
-            for each in (with_none(choices), choices)
-        ]
-        (kept, at_end), (treated, _) = needs
+        (kept, *_), (treated, *others) = map(self.least_needs, (with_none(choices), choices))
         excess = kept - self.machines.available_bytes
         share = max(excess / max(kept - treated, 1), 1 / self.blocks)
-        if at_end > self.machines.available_bytes or (count := math.ceil(share * self.blocks)) >= self.blocks:
+        if (
+            max(others) > self.machines.available_bytes
+            or (count := math.ceil(share * self.blocks)) >= self.blocks
+        ):
             return None
         needed = min(kept, self.machines.available_bytes)
         seconds = self.some_blocks_s(choices, count)
@@ -299,11 +308,8 @@ class _Search:
         choices, count = candidate.choices, candidate.choices.activation_checkpoint_blocks
         if self.excess_bytes(with_none(choices)) <= 0:
             return None
-        none, treated = (
-            self.bounds.memory(with_none(choices)),
-            self.bounds.memory(with_blocks(choices, self.blocks)),
-        )
-        freed = max((none.at_head - treated.at_head) / self.blocks, 1.0)  # by each block
+        none, treated = map(self.least_needs, (with_none(choices), with_blocks(choices, self.blocks)))
+        freed = max((none[0] - treated[0]) / self.blocks, 1.0)  # by each block
         too_few = count - 1
         while count < self.blocks and (excess := self.excess_bytes(with_blocks(choices, count))) > 0:
             too_few, count = count, count + math.ceil(excess / freed)

@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from meshwright.parallel.plan.schema import (
     MicroBatch,
@@ -54,7 +54,8 @@ class Load:
         forward_s, backward_s: the compute stream
         copied_s: copies to host memory, which take as long back
         collectives_s: the link of all streams' collectives
-        slowed_s: what computing loses if all collectives run beside it
+        ends_s: collectives before the first computing of each micro batch, and after the last
+        slowed_s: what computing loses if all collectives run beside it, but for those
         host_s: the host
         serial_s: what nothing overlaps
     """
@@ -63,6 +64,7 @@ class Load:
     backward_s: float
     copied_s: float
     collectives_s: float
+    ends_s: float
     slowed_s: float
     host_s: float
     serial_s: float
@@ -70,9 +72,9 @@ class Load:
     @property
     def seconds(self) -> float:
         """A lower bound of the step: no order of work is faster than the busiest part."""
-        computing_s = self.forward_s + self.backward_s + self.slowed_s
         copying_s = max(self.forward_s, self.copied_s) + max(self.backward_s, self.copied_s)
-        return max(computing_s, copying_s, self.collectives_s, self.host_s) + self.serial_s
+        computing_s = max(self.forward_s + self.backward_s + self.slowed_s, copying_s) + self.ends_s
+        return max(computing_s, self.collectives_s, self.host_s) + self.serial_s
 
     def mixed(self, other: "Load", share: float) -> "Load":
         """Return the load of a step of which a share is like another one."""
@@ -85,15 +87,19 @@ def step_load(plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> Load:
     """Return the load of a step. `repeats`: number of equal blocks that a block stands for, as in
     `ModelWorkload`."""
     walk, busy_s = StepWalk(plan, StepSink(), times.has_backward), defaultdict[tuple[str, str], float](float)
+    ends_s = 0.0
     for micro_batch, count in micro_batch_kinds(plan):
         walk.sink = sink = TaskSink(plan, times)
         walk.forward(micro_batch)
         walk.backward(micro_batch)
         for task in sink.tasks:
             busy_s[task.lane, task.phase] += task.alone_s * count * repeats.get(task.unit, 1)
+        for tasks in (sink.tasks, sink.tasks[::-1]):
+            outer = takewhile(lambda task: not task.alone_s or STREAMS[task.lane] != COMPUTE, tasks)
+            ends_s += sum(task.alone_s for task in outer if STREAMS[task.lane] not in ALONE) * count
     serial_s = times.optimizer_s + times.scalars_s
     if not times.overlaps:
-        return Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, serial_s + sum(busy_s.values()))
+        return Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, serial_s + sum(busy_s.values()))
     forward_s, backward_s = (
         sum(s for (lane, of), s in busy_s.items() if of == phase and STREAMS[lane] == COMPUTE)
         for phase in ("forward", "backward")
@@ -106,7 +112,8 @@ def step_load(plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> Load:
         backward_s,
         busy_s[OFFLOAD, "forward"],
         sum(collectives.values()),
-        max(0.0, slowed_s - inside_s * max(times.slowdown.values(), default=0.0)),
+        ends_s,
+        max(0.0, slowed_s - (inside_s + ends_s) * max(times.slowdown.values(), default=0.0)),
         busy_s[HOST, "forward"] + busy_s[HOST, "backward"],
         serial_s,
     )
