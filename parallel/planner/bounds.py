@@ -15,7 +15,7 @@ from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
 from meshwright.parallel.planner.hardware import HostMemory, Machines
 from meshwright.parallel.planner.memory_model import LeastMemory, host_memory, least_memory
-from meshwright.parallel.planner.search_space import Choices, with_choices, with_gathering
+from meshwright.parallel.planner.search_space import GATHERING, Choices, with_choices, with_gathering
 from meshwright.parallel.planner.step_time import Load, step_load
 from meshwright.parallel.planner.walk import inner_blocks, shortened
 from meshwright.parallel.planner.workload import ModelWorkload
@@ -59,8 +59,9 @@ class Bounds:
         self.host: Callable[[Choices], HostMemory] = _once_for_all(
             lambda choices: host_memory(self._made(choices), self._work(choices))
         )
-        self.load: Callable[[Choices], Load] = cache(
-            lambda choices: step_load(self.plan(choices), self._times(choices), self._work(choices).repeats)
+        self.load: Callable[[Choices], Load] = _once_for_all(
+            lambda choices: step_load(self.plan(choices), self._times(choices), self._work(choices).repeats),
+            *(key for key in GATHERING if key != "prefetch"),
         )
         self.memory: Callable[[Choices], LeastMemory] = cache(
             lambda choices: least_memory(self.plan(choices), self._work(choices))

@@ -43,7 +43,7 @@ class Candidate:
         choices: of the keys that the planner may choose
         plan: the complete plan; if `memory` is None that of a model with few of its equal blocks, and if
             `at_least` with activation checkpointing for all of them
-        lower_bound_s: seconds of a step that waits for nothing
+        lower_bound_s: seconds of a step that waits for nothing; infinite for a plan that does not fit
         needed_bytes: memory per rank including allocator overhead; if `memory` is None, a lower bound
         host: host memory per rank
         memory: by kind; None if the bounds decided without it
@@ -155,6 +155,7 @@ class _Search:
         self.ranked, self.does_not_fit = list[Candidate](), list[Candidate]()
         self.complete = cache(self.make_complete)
         self.memory = cache(lambda choices: predict_step_memory(*self.complete(choices)))
+        self.least_needs = cache(self.find_least_needs)
         self.complexity = cache(lambda choices: _complexity(choices, self.blocks))
 
     def run(self) -> SearchResult:
@@ -251,9 +252,14 @@ class _Search:
         bounds = self.bounds
         plan, host = bounds.plan(choices), bounds.host(choices)
         needed_bytes = max(self.least_needs(choices)) + self.machines.kept_bytes(host)
-        return Candidate(choices, plan, bounds.load(choices).seconds, needed_bytes, host)
+        candidate = Candidate(choices, plan, math.inf, needed_bytes, host)
+        return (
+            replace(candidate, lower_bound_s=bounds.load(choices).seconds)
+            if self.fits(candidate)
+            else candidate
+        )
 
-    def least_needs(self, choices: Choices) -> tuple[int, int, int]:
+    def find_least_needs(self, choices: Choices) -> tuple[int, int, int]:
         """Return what a process needs at the moments of `LeastMemory`."""
         least, machines = self.bounds.memory(choices), self.machines
         buffers = 0 if machines.kind.cores else least.gathering
@@ -280,8 +286,9 @@ class _Search:
             return None
         needed = min(kept, self.machines.available_bytes)
         seconds = self.some_blocks_s(choices, count)
-        plan = self.bounds.plan(choices)
-        return Candidate(with_blocks(choices, count), plan, seconds, needed, at_least=True)
+        plan, host = self.bounds.plan(choices), self.bounds.host(choices)
+        host = replace(host, activations=int(host.activations * (count - 1) / (self.blocks - 1)))
+        return Candidate(with_blocks(choices, count), plan, seconds, needed, host, at_least=True)
 
     def some_blocks_s(self, choices: Choices, count: int) -> float:
         """Return a lower bound of a step with activation checkpointing for some of the blocks, in seconds: in
@@ -306,9 +313,10 @@ class _Search:
         """Return the candidate with the fewest blocks that fit; memory grows with every block fewer. None if
         all are needed (a separate candidate), if even all do not fit, or if host memory is too small."""
         choices, count = candidate.choices, candidate.choices.activation_checkpoint_blocks
-        if self.excess_bytes(with_none(choices)) <= 0:
-            return None
         none, treated = map(self.least_needs, (with_none(choices), with_blocks(choices, self.blocks)))
+        may_be_none = self.config.activation_checkpoint == "auto" and max(none) <= self.machines.available_bytes
+        if may_be_none and self.excess_bytes(with_none(choices)) <= 0:
+            return None
         freed = max((none[0] - treated[0]) / self.blocks, 1.0)  # by each block
         too_few = count - 1
         while count < self.blocks and (excess := self.excess_bytes(with_blocks(choices, count))) > 0:

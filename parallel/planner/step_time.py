@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 from meshwright.parallel.plan.schema import (
     MicroBatch,
@@ -86,34 +86,30 @@ class Load:
 def step_load(plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> Load:
     """Return the load of a step. `repeats`: number of equal blocks that a block stands for, as in
     `ModelWorkload`."""
-    walk, busy_s = StepWalk(plan, StepSink(), times.has_backward), defaultdict[tuple[str, str], float](float)
-    ends_s = 0.0
+    sink = LoadSink(plan, times, repeats)
+    walk = StepWalk(plan, sink, times.has_backward)
     for micro_batch, count in micro_batch_kinds(plan):
-        walk.sink = sink = TaskSink(plan, times)
+        sink.count = count
         walk.forward(micro_batch)
         walk.backward(micro_batch)
-        for task in sink.tasks:
-            busy_s[task.lane, task.phase] += task.alone_s * count * repeats.get(task.unit, 1)
-        for tasks in (sink.tasks, sink.tasks[::-1]):
-            outer = takewhile(lambda task: not task.alone_s or STREAMS[task.lane] != COMPUTE, tasks)
-            ends_s += sum(task.alone_s for task in outer if STREAMS[task.lane] not in ALONE) * count
-    serial_s = times.optimizer_s + times.scalars_s
+    busy_s, serial_s = sink.busy_s, times.optimizer_s + times.scalars_s
     if not times.overlaps:
         return Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, serial_s + sum(busy_s.values()))
-    forward_s, backward_s = (
-        sum(s for (lane, of), s in busy_s.items() if of == phase and STREAMS[lane] == COMPUTE)
-        for phase in ("forward", "backward")
-    )
-    collectives = {lane: s for (lane, _), s in busy_s.items() if STREAMS[lane] not in ALONE}
-    inside_s = sum(s for (lane, _), s in busy_s.items() if lane in ("tp", "cp"))  # which slow nothing down
-    slowed_s = sum(times.slowdown[lane] * s for lane, s in collectives.items())
+    inside_s = sink.ends_s  # when collectives slow nothing down
+    phases_s, collectives = dict.fromkeys(("forward", "backward"), 0.0), dict[str, float]()
+    for (lane, phase), seconds in busy_s.items():
+        if STREAMS[lane] == COMPUTE:
+            phases_s[phase] += seconds
+            inside_s += seconds if lane != COMPUTE else 0.0
+        elif STREAMS[lane] not in ALONE:
+            collectives[lane] = collectives.get(lane, 0.0) + seconds
+    slowed_s = sum(times.slowdown[lane] * seconds for lane, seconds in collectives.items())
     return Load(
-        forward_s,
-        backward_s,
+        *phases_s.values(),
         busy_s[OFFLOAD, "forward"],
         sum(collectives.values()),
-        ends_s,
-        max(0.0, slowed_s - (inside_s + ends_s) * max(times.slowdown.values(), default=0.0)),
+        sink.ends_s,
+        max(0.0, slowed_s - inside_s * max(times.slowdown.values(), default=0.0)),
         busy_s[HOST, "forward"] + busy_s[HOST, "backward"],
         serial_s,
     )
@@ -336,6 +332,50 @@ class TaskSink(StepSink):
         self.tasks.append(Task(lane, work, unit, module, phase, alone_s, all_after))
         self._last |= dict.fromkeys(queues, index)
         return index
+
+
+class LoadSink(TaskSink):
+    """The sums of the tasks of a walk through a step, `count` micro batches at once.
+
+    Attributes:
+        busy_s: by lane and phase
+        ends_s: of collectives before the first computing of a micro batch, and after the last
+    """
+
+    def __init__(self, plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> None:
+        super().__init__(plan, times)
+        self.busy_s, self.ends_s, self.count = defaultdict[tuple[str, str], float](float), 0.0, 1
+        self._repeats, self._tail_s, self._computes = repeats, 0.0, False
+
+    def end(self, phase: str, micro_batch: MicroBatch) -> None:
+        """Add the collectives since the last computing of a backward."""
+        super().end(phase, micro_batch)
+        if phase == "backward":
+            self.ends_s += self._tail_s
+            self._tail_s, self._computes = 0.0, False
+
+    def _add(
+        self,
+        lane: str,
+        work: str,
+        unit: str,
+        module: str,
+        phase: str,
+        alone_s: float,
+        after: Sequence[int],
+        channel: str = "",
+    ) -> int:
+        self._last[STREAMS[lane]] = 0
+        seconds = alone_s * self.count
+        self.busy_s[lane, phase] += seconds * self._repeats.get(unit, 1)
+        if STREAMS[lane] not in ALONE:
+            if self._computes:
+                self._tail_s += seconds
+            else:
+                self.ends_s += seconds
+        elif STREAMS[lane] == COMPUTE and seconds:
+            self._tail_s, self._computes = 0.0, True
+        return 0
 
 
 def run_tasks(tasks: Sequence[Task], slowdown: Mapping[str, float]) -> list[Span]:

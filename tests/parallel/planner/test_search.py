@@ -180,9 +180,10 @@ def test_micro_batches_are_reduced_once_if_the_network_is_slow_and_memory_is_fre
     assert choice.best.memory.memory.grads >= 4 * parameters, "whole gradients, in float32"
     line = reason(choice, slow_network(500), "reduce_gradients")
     other = dataclasses.replace(choice.best.choices, reduce_gradients="every_micro_batch")
-    (compared,) = [c for c in choice.ranked if c.choices == other]
-    slower, gib = 1 - compared.rate() / choice.best.rate(), compared.needed_bytes / GIB
-    assert line.endswith(f": every_micro_batch is {slower:.1%} slower and needs {gib:.1f} GiB")
+    (compared,) = [c for c in choice.pruned if c.choices == other]
+    slower = 1 - compared.rate() / choice.best.rate()
+    assert slower > 0.05, "else the test shows nothing"
+    assert line.endswith(f": every_micro_batch is at least {slower:.1%} slower")
 
 
 def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
@@ -194,9 +195,7 @@ def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
     assert {u.reduce_gradients for u in little.best.plan.units} == {"every_micro_batch"}
     assert "last_micro_batch" in {c.choices.reduce_gradients for c in little.does_not_fit}
     line = reason(little, slow_network(too_little), "reduce_gradients")
-    assert re.search(
-        r"last_micro_batch does not fit \([\d.]+ of [\d.]+ GiB\)", line.replace(" GiB of", " of")
-    )
+    assert re.search(r"last_micro_batch does not fit \((at least )?[\d.]+ GiB of [\d.]+ GiB\)", line)
 
 
 def reasons(choice: SearchResult, cluster: Machines) -> list[str]:
@@ -336,11 +335,11 @@ def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> N
     treated = [unit.activation_checkpoint != "none" for unit in choice.best.plan.units[1:-1]]
     assert treated == [True] * count + [False] * (BLOCKS - count)
     whole = dataclasses.replace(choice.best.choices, activation_checkpoint_blocks=BLOCKS)
-    (all_blocks,) = [c for c in choice.ranked if c.choices == whole]
+    (all_blocks,) = [c for c in tried_in(choice) if c.choices == whole]
     assert choice.best.rate() > all_blocks.rate() * (1 + EQUAL)
     line = reason(choice, cluster, "activation_checkpoint_blocks")
     slower = f"{1 - all_blocks.rate() / choice.best.rate():.1%} slower"
-    assert re.search(rf"fewer .*not fit; {BLOCKS} .*{slower}.* {all_blocks.needed_bytes / GIB:.1f} GiB", line)
+    assert re.search(rf"fewer .*not fit; {BLOCKS} .*{slower}", line)
 
 
 def test_offload_needs_host_memory() -> None:
@@ -379,7 +378,7 @@ def test_reasons_give_figures_that_are_true() -> None:
     lines = reasons(choice, cluster)
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     too_large, slower = len(choice.does_not_fit), len(choice.pruned)
-    counts = rf"{tried} plans tried, {too_large} too large .*{slower} slower"
+    counts = rf"{tried} plans tried: {too_large} too large .*{slower} slower"
     assert re.match(counts, lines[0])
     assert f"{choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB" in lines[0]
     checkpointing = next(line for line in lines if line.startswith("activation_checkpoint="))
