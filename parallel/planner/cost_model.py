@@ -51,6 +51,11 @@ class UnitTimes:
     sum_s: float = 0.0
     sums_copy_in_s: float = 0.0
 
+    def most_copied_s(self, phase: str) -> float:
+        """Return the most that the compute stream copies for a unit in a phase, forward or backward."""
+        reduced_s = max(self.copy_in_s, self.sum_s + self.sums_copy_in_s) if phase == "backward" else 0.0
+        return self.copy_out_s + reduced_s
+
 
 @dataclass(frozen=True)
 class PhaseTimes:

@@ -418,9 +418,9 @@ def least_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
         before = fetched + live - saved[last]
         if not leaves:
             before += sizes.gathered(unit) * regathered(unit)
-            later = plan.units[-1]
-            if later is not unit and work.has_backward(later.modules):
-                before += sizes.reduction(later, True)[0] * plan.mesh.shards
+            of_head = plan.units[-1]
+            if of_head is not unit and work.has_backward(of_head.modules):  # it is reduced, and was freed
+                before += sizes.reduction(of_head, True)[0] * plan.mesh.shards - sizes.gathered(of_head)
     ahead = prefetch_schedule(plan, "forward")
     gathering = max(sum(map(sizes.buffer, (unit, *ahead[unit.name]))) for unit in plan.units)
     moments = common + at_head, common + before, state + gradients

@@ -32,6 +32,7 @@ from meshwright.parallel.planner.workload import ModelWorkload
 PARTIAL_MODES = ("selective", "full", "offload")  # also tried for the fewest blocks that fit
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
 ALTERNATIVES = 4  # other plans that are predicted too, each computing or exchanging something else
+SURE = 0.99  # of a bound of memory: in the graph of one sequence a tensor or two may live longer
 NEAREST = 24  # plans whose memory is predicted in full if none fits, to find the smallest
 
 
@@ -259,15 +260,11 @@ class _Search:
             else candidate
         )
 
-    def find_least_needs(self, choices: Choices) -> tuple[int, int, int]:
+    def find_least_needs(self, choices: Choices) -> tuple[int, ...]:
         """Return what a process needs at the moments of `LeastMemory`."""
-        least, machines = self.bounds.memory(choices), self.machines
-        buffers = 0 if machines.kind.cores else least.gathering
-        return (
-            machines.least_needed_bytes(least.at_head + buffers),
-            machines.least_needed_bytes(least.before_head + buffers),
-            machines.least_needed_bytes(least.at_end + buffers),
-        )
+        *moments, buffers = self.bounds.memory(choices)
+        pool = 0 if self.machines.kind.cores else buffers
+        return tuple(self.machines.least_needed_bytes(int(SURE * (used + pool))) for used in moments)
 
     def with_fewest_blocks(self, choices: Choices) -> Candidate | None:
         """Return the candidate with a lower bound of the fewest blocks that fit; its plan is that of all
@@ -314,7 +311,9 @@ class _Search:
         all are needed (a separate candidate), if even all do not fit, or if host memory is too small."""
         choices, count = candidate.choices, candidate.choices.activation_checkpoint_blocks
         none, treated = map(self.least_needs, (with_none(choices), with_blocks(choices, self.blocks)))
-        may_be_none = self.config.activation_checkpoint == "auto" and max(none) <= self.machines.available_bytes
+        may_be_none = (
+            self.config.activation_checkpoint == "auto" and max(none) <= self.machines.available_bytes
+        )
         if may_be_none and self.excess_bytes(with_none(choices)) <= 0:
             return None
         freed = max((none[0] - treated[0]) / self.blocks, 1.0)  # by each block

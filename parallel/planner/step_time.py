@@ -51,8 +51,8 @@ class Load:
     """Seconds that each part of one rank is busy in a step, whatever waits for what.
 
     Args:
-        forward_s, backward_s: the compute stream
-        copied_s: copies to host memory, which take as long back
+        computing_s: the compute stream
+        waited_s: copies to and from host memory that outlast the computing beside them
         collectives_s: the link of all streams' collectives
         ends_s: collectives before the first computing of each micro batch, and after the last
         slowed_s: what computing loses if all collectives run beside it, but for those
@@ -60,9 +60,8 @@ class Load:
         serial_s: what nothing overlaps
     """
 
-    forward_s: float
-    backward_s: float
-    copied_s: float
+    computing_s: float
+    waited_s: float
     collectives_s: float
     ends_s: float
     slowed_s: float
@@ -72,8 +71,7 @@ class Load:
     @property
     def seconds(self) -> float:
         """A lower bound of the step: no order of work is faster than the busiest part."""
-        copying_s = max(self.forward_s, self.copied_s) + max(self.backward_s, self.copied_s)
-        computing_s = max(self.forward_s + self.backward_s + self.slowed_s, copying_s) + self.ends_s
+        computing_s = self.computing_s + max(self.slowed_s, self.waited_s) + self.ends_s
         return max(computing_s, self.collectives_s, self.host_s) + self.serial_s
 
     def mixed(self, other: "Load", share: float) -> "Load":
@@ -94,23 +92,17 @@ def step_load(plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> Load:
         walk.backward(micro_batch)
     busy_s, serial_s = sink.busy_s, times.optimizer_s + times.scalars_s
     if not times.overlaps:
-        return Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, serial_s + sum(busy_s.values()))
-    inside_s = sink.ends_s  # when collectives slow nothing down
-    phases_s, collectives = dict.fromkeys(("forward", "backward"), 0.0), dict[str, float]()
-    for (lane, phase), seconds in busy_s.items():
-        if STREAMS[lane] == COMPUTE:
-            phases_s[phase] += seconds
-            inside_s += seconds if lane != COMPUTE else 0.0
-        elif STREAMS[lane] not in ALONE:
-            collectives[lane] = collectives.get(lane, 0.0) + seconds
+        return Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, serial_s + sum(busy_s.values()))
+    inside_s = busy_s["tp"] + busy_s["cp"]  # which collectives of other streams do not slow down
+    collectives = {lane: seconds for lane, seconds in busy_s.items() if STREAMS[lane] not in ALONE}
     slowed_s = sum(times.slowdown[lane] * seconds for lane, seconds in collectives.items())
     return Load(
-        *phases_s.values(),
-        busy_s[OFFLOAD, "forward"],
+        busy_s[COMPUTE] + inside_s,
+        sink.waited_s,
         sum(collectives.values()),
         sink.ends_s,
-        max(0.0, slowed_s - inside_s * max(times.slowdown.values(), default=0.0)),
-        busy_s[HOST, "forward"] + busy_s[HOST, "backward"],
+        max(0.0, slowed_s - (inside_s + sink.ends_s) * max(times.slowdown.values(), default=0.0)),
+        busy_s[HOST],
         serial_s,
     )
 
@@ -338,21 +330,30 @@ class LoadSink(TaskSink):
     """The sums of the tasks of a walk through a step, `count` micro batches at once.
 
     Attributes:
-        busy_s: by lane and phase
+        busy_s: by lane
         ends_s: of collectives before the first computing of a micro batch, and after the last
+        waited_s: of copies to and from host memory that outlast the computing of a block
     """
 
     def __init__(self, plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> None:
         super().__init__(plan, times)
-        self.busy_s, self.ends_s, self.count = defaultdict[tuple[str, str], float](float), 0.0, 1
+        self.busy_s, self.ends_s, self.waited_s, self.count = defaultdict[str, float](float), 0.0, 0.0, 1
         self._repeats, self._tail_s, self._computes = repeats, 0.0, False
+        # what the compute stream does while one block is copied: at most one other's phase, and its copies
+        blocks = [(times.units[self._unit_of[name]], times.modules[name]) for name in times.offload_s]
+        self._beside_s = {
+            phase: max(
+                (unit.most_copied_s(phase) + block.of(phase).device_s for unit, block in blocks), default=0
+            )
+            for phase in ("forward", "backward")
+        }
 
     def end(self, phase: str, micro_batch: MicroBatch) -> None:
         """Add the collectives since the last computing of a backward."""
-        super().end(phase, micro_batch)
         if phase == "backward":
             self.ends_s += self._tail_s
-            self._tail_s, self._computes = 0.0, False
+        super().end(phase, micro_batch)
+        self._computes = phase == "forward"
 
     def _add(
         self,
@@ -367,13 +368,16 @@ class LoadSink(TaskSink):
     ) -> int:
         self._last[STREAMS[lane]] = 0
         seconds = alone_s * self.count
-        self.busy_s[lane, phase] += seconds * self._repeats.get(unit, 1)
-        if STREAMS[lane] not in ALONE:
+        self.busy_s[lane] += seconds * self._repeats.get(unit, 1)
+        if lane == OFFLOAD:
+            outlasts_s = max(0.0, alone_s - self._beside_s[phase])
+            self.waited_s += outlasts_s * self.count * self._repeats.get(unit, 1)
+        elif STREAMS[lane] not in ALONE:
             if self._computes:
                 self._tail_s += seconds
             else:
                 self.ends_s += seconds
-        elif STREAMS[lane] == COMPUTE and seconds:
+        elif STREAMS[lane] == COMPUTE:
             self._tail_s, self._computes = 0.0, True
         return 0
 

@@ -13,12 +13,14 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.planner.bounds import Bounds, make_chosen
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Machines, load_hardware, reserved_bytes
-from meshwright.parallel.planner.memory_model import predict_step_memory
+from meshwright.parallel.planner.memory_model import host_memory, least_memory, predict_step_memory
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search, with_none
-from meshwright.parallel.planner.step_time import simulate_step
+from meshwright.parallel.planner.search_space import combinations
+from meshwright.parallel.planner.step_time import simulate_step, step_load
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
@@ -114,13 +116,51 @@ def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
     choice, seed = find(16, batch=64), random.randrange(2**32)
     print(f"seed {seed}")
     assert len(choice.pruned) > 50
-    fastest = max(c.rate() for c in choice.ranked)
-    assert all(c.rate() <= fastest for c in choice.pruned), "by their bounds"
+    config, shape = ParallelConfig(**BF16), RunShape(16, 8, TOKENS, "auto", 64)  # type: ignore[arg-type]
     for pruned in random.Random(seed).sample(choice.pruned, 40):
-        timed = simulate_step(pruned.plan, times_of(pruned.plan, machines()))
+        plan = make_chosen(config, MODEL, shape, pruned.choices)
+        timed, memory = (
+            simulate_step(plan, times_of(plan, machines())),
+            predict_step_memory(plan, trace(plan)),
+        )
+        if not pruned.at_least:
+            assert pruned.needed_bytes <= machines().needed_bytes(memory, pruned.host), pruned.choices
         assert pruned.lower_bound_s <= timed.step_s * (1 + 1e-9), pruned.choices
         assert choice.best.rate() >= pruned.plan.global_batch_size / timed.step_s * (1 - EQUAL)
+
     assert simulate_step(choice.best.plan, times_of(choice.best.plan, machines())) == choice.best.timeline
+
+
+def test_a_shortened_model_has_the_bounds_of_the_whole() -> None:
+    """With 30 blocks of one kind, of which a few stand for all."""
+    names = [NAMES[0], *(f"layers.{i}" for i in range(30)), NAMES[-1]]
+    of_kinds = {"modules": dict.fromkeys(names, PARAMETERS), "units": [(name,) for name in names]}
+    model = dataclasses.replace(
+        MODEL, **of_kinds, compiled=frozenset(names[1:]), checkpointed=frozenset(names[1:-1])
+    )
+    kinds = dict[Any, ModuleWorkload]()
+
+    def trace_kinds(plan: Plan) -> ModelWorkload:
+        modes = [unit.activation_checkpoint for unit in plan.units]
+        works = (kinds.setdefault((plan.mesh.tp, mode), module(plan, PARAMETERS, mode)) for mode in modes)
+        return ModelWorkload(dict(zip(plan.modules, works, strict=True)), {}, TOKENS, "head", 0)
+
+    config, shape = ParallelConfig(**BF16), RunShape(8, 8, TOKENS, "auto", 64)  # type: ignore[arg-type]
+    bounds = Bounds(config, model, shape, machines(), trace_kinds)
+    seed, every = random.randrange(2**32), [*combinations(config, shape, 30)]
+    print(f"seed {seed}")
+    for choices in random.Random(seed).sample(every, 40):
+        try:
+            plan = make_chosen(config, model, shape, choices)
+        except PlanError:
+            continue
+        work = trace_kinds(plan)
+        assert len(bounds.plan(choices).modules) < 10 < len(plan.modules)
+        times = step_times(plan, work, machines().kind, 8)
+        load = bounds.load(choices)
+        assert vars(load) == pytest.approx(vars(step_load(plan, times, {}))), choices
+        assert bounds.memory(choices) == pytest.approx(least_memory(plan, work), rel=1e-6), choices
+        assert bounds.host(choices) == host_memory(plan, work)
 
 
 def test_more_memory_never_makes_the_choice_slower() -> None:
