@@ -1,10 +1,9 @@
 """The report of `tools.plan` on one run, as text and JSON: its plan with reasons, memory, time, whether it
-fits, and runners-up."""
+fits, the best plans side by side, and the time and the price of a training."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any
 
 from meshwright.parallel.errors import PlanError
@@ -17,7 +16,6 @@ from meshwright.parallel.planner.accuracy import MEMORY, load_errors, speed_erro
 from meshwright.parallel.planner.explain import needed_gib
 from meshwright.parallel.planner.hardware import Hardware, Machines, load_hardware, machines_of_kind
 from meshwright.parallel.planner.search import Candidate, SearchResult
-from meshwright.parallel.planner.search_space import Choices
 from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import memory_table
@@ -25,10 +23,43 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import choose_plan
 from meshwright.train.planning.fit import MAX_PROCESSES, check_fits, fewest_processes
-from meshwright.train.planning.predict import Prediction, plan_for, predict, predict_memory
+from meshwright.train.planning.predict import Prediction, check_legal_plans, plan_for, predict, predict_memory
 from meshwright.train.planning.resolve import check_attention
+from meshwright.train.training import training_flops
 
 HOUR_S, DAY_S = 3600, 86400
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The number of tokens to train on, and the price of a GPU hour in any currency; None: not known."""
+
+    tokens: float | None = None
+    price: float | None = None
+
+    def time_to_train(self, rate: float, machines: Machines) -> dict[str, float]:
+        """Return the time to train at `rate` tokens per second and GPU, without checkpoints, evaluation and
+        failures, the fewest and the most days by the errors of such predictions, and the cost. Empty without
+        tokens."""
+        if not self.tokens:
+            return {}
+        gpus = machines.processes
+        days = self.tokens / (rate * gpus) / DAY_S
+        errors = speed_errors(machines.kind, gpus, machines.per_node)
+        time = {
+            "tokens": self.tokens,
+            "days": days,
+            "fewest_days": days * (1 + min(e.lowest for e in errors)),
+            "most_days": days * (1 + max(e.highest for e in errors)),
+            "gpu_days": gpus * days,
+            "gpu_hours": gpus * days * DAY_S / HOUR_S,
+        }
+        return time | ({"cost": time["gpu_hours"] * self.price} if self.price else {})
+
+    def brief(self, rate: float | None, machines: Machines) -> dict[str, float | None]:
+        """Return days, GPU hours and cost, as far as the goal asks for them; None without a rate."""
+        time = self.time_to_train(rate or 1.0, machines)
+        return {name: time[name] if rate else None for name in ("days", "gpu_hours", "cost") if name in time}
 
 
 @dataclass(frozen=True)
@@ -44,6 +75,7 @@ class PlanReport:
         fit_error: why the plan does not fit, and what would; "" if it fits or without --gpu
         choice: the result of the search; None without parallel.plan=auto
         advice: on questionable settings of a plan that the planner did not choose, one sentence each
+        goal: the tokens that it trains on, and the price
     """
 
     job: TrainingJob
@@ -54,6 +86,7 @@ class PlanReport:
     fit_error: str
     choice: SearchResult | None
     advice: tuple[str, ...]
+    goal: Goal
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -64,6 +97,12 @@ class PlanReport:
     def where(self) -> tuple[Hardware, int, int]:
         """The kind of machine, the number of processes, and of those on a node."""
         return self.machines.kind, self.machines.processes, self.machines.per_node
+
+    @property
+    def time_to_train(self) -> dict[str, float]:
+        """`Goal.time_to_train` at the predicted rate; empty without --gpu or tokens."""
+        rate = self.prediction and self.prediction.tokens_per_s_per_gpu
+        return self.goal.time_to_train(rate, self.machines) if rate else {}
 
 
 def find_kind(name: str, option: str) -> Hardware:
@@ -81,7 +120,7 @@ def find_kind(name: str, option: str) -> Hardware:
     return kinds[name]
 
 
-def make_report(job: TrainingJob, machines: Machines) -> PlanReport:
+def make_report(job: TrainingJob, machines: Machines, goal: Goal = Goal()) -> PlanReport:
     """Plan and predict a run. Raises PlanError if no plan is legal, and with plan=auto if none fits."""
     hardware, choice, prediction, fit_error = machines.hardware, None, None, ""
     advice = tuple[str, ...]()
@@ -101,7 +140,7 @@ def make_report(job: TrainingJob, machines: Machines) -> PlanReport:
             except PlanError as error:
                 fit_error = str(error)
     memory = prediction.memory if prediction else predict_memory(job, plan)
-    return PlanReport(job, machines, plan, memory, prediction, fit_error, choice, advice)
+    return PlanReport(job, machines, plan, memory, prediction, fit_error, choice, advice, goal)
 
 
 def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware) -> int:
@@ -117,24 +156,50 @@ def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware) -> int
     )
 
 
-def time_to_train(rate: float, machines: Machines, tokens: float) -> dict[str, float]:
-    """Return the time to train on `tokens` at `rate` per second and GPU, without checkpoints, evaluation and
-    failures; and the fewest and the most days by the errors of such predictions."""
-    gpus = machines.processes
-    seconds, errors = tokens / (rate * gpus), speed_errors(machines.kind, gpus, machines.per_node)
-    longest, shortest = max(e.highest for e in errors), min(e.lowest for e in errors)
-    return {
-        "tokens": tokens,
-        "days": seconds / DAY_S,
-        "fewest_days": seconds / DAY_S * (1 + shortest),
-        "most_days": seconds / DAY_S * (1 + longest),
-        "gpu_days": gpus * seconds / DAY_S,
-        "gpu_hours": gpus * seconds / HOUR_S,
-    }
+def plan_in_days(
+    job: TrainingJob, goal: Goal, days: float, gpus_per_node: int, hardware: Hardware
+) -> PlanReport:
+    """Return the report on the fewest GPUs, a power of two, with which the goal's tokens take at most so many
+    days by the prediction. Raises PlanError if no number is sufficient."""
+    assert goal.tokens, "days need tokens"
+    fewest = find_fewest(job, gpus_per_node, hardware)
+    least = max(fewest, goal.tokens / (days * DAY_S * _most_rate(job, hardware)))
+    powers = [machines_of_kind(hardware, 2**n, gpus_per_node) for n in range(MAX_PROCESSES.bit_length())]
+    legal = [machines for machines in powers if machines.processes >= fewest and _is_legal(job, machines)]
+    reports = []
+    for machines in [m for m in legal if m.processes >= least] or legal[-1:]:
+        report = make_report(job, machines, goal)
+        if report.time_to_train["days"] <= days and not report.fit_error:
+            return report
+        reports.append(report)
+    best = min(reports, key=lambda report: report.time_to_train["days"])
+    raise PlanError(
+        f"--days={days:g}: no power of two up to {MAX_PROCESSES} {hardware.name} is sufficient; the best is "
+        f"{best.machines.processes}, {describe_days(best.time_to_train)}. Allow more days, or for more GPUs "
+        "a larger train.global_batch_size"
+    )
+
+
+def _is_legal(job: TrainingJob, machines: Machines) -> bool:
+    """Whether a plan is legal on so many machines, whether it fits or not."""
+    check = check_legal_plans if job.parallel.plan == "auto" else plan_for
+    try:
+        check(job, machines)
+    except PlanError:
+        return False
+    return True
+
+
+def _most_rate(job: TrainingJob, hardware: Hardware) -> float:
+    """Return tokens per second and GPU that no prediction exceeds: that of the peak."""
+    float8 = job.parallel.float8.recipe != "none"
+    peak = max(peak for dtype, peak in hardware.peak_tflops.items() if float8 or dtype != "float8")
+    return peak * 1e12 * max(hardware.cores, 1) / hardware.slower / training_flops(job)[1]
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
-    """Return the report as plain data: plan, reasons, advice, predicted; with plan=auto the candidates."""
+    """Return the report as plain data: plan, reasons, advice, predicted; with plan=auto the candidates, and
+    with tokens the time to train."""
     document: dict[str, Any] = {
         "plan": plan_to_dict(report.plan),
         "reasons": list(report.reasons),
@@ -143,6 +208,8 @@ def as_json(report: PlanReport) -> dict[str, Any]:
     }
     if report.choice:
         document["candidates"] = list(_candidates(report, report.choice))
+    if time := report.time_to_train:
+        document["time_to_train"] = time
     return document
 
 
@@ -181,37 +248,35 @@ def _candidates(report: PlanReport, choice: SearchResult) -> Iterator[dict[str, 
     """Yield the plans that fit, the best first; then those that do not, the smallest first."""
     available_gib = report.machines.available_bytes / GIB
     for candidate in (*choice.ranked, *choice.does_not_fit):
-        timeline = candidate.timeline
-        row = {
-            "choices": asdict(candidate.choices),
-            "fits": timeline is not None,
-            "needed_gib": candidate.needed_bytes / GIB,
-            "step_time_s": timeline and timeline.step_s,
-            "tokens_per_s_per_gpu": timeline and token_rate(report.job, candidate),
-            "exposed_share": timeline and timeline.exposed_share,
-        }
-        yield (
-            row if timeline else row | {"reason": f"needs {needed_gib(candidate)} of {available_gib:.1f} GiB"}
-        )
+        fits = candidate.timeline is not None
+        row = {"choices": asdict(candidate.choices), "fits": fits, **_figures_of(report, candidate)}
+        yield row if fits else row | {"reason": f"needs {needed_gib(candidate)} of {available_gib:.1f} GiB"}
 
 
-def token_rate(job: TrainingJob, candidate: Candidate) -> float:
-    """Return tokens per second and GPU."""
-    return candidate.rate() * job.seq_len / candidate.plan.mesh.world_size
+def _figures_of(report: PlanReport, candidate: Candidate) -> dict[str, float | None]:
+    """Return a candidate's figures, as in FIGURES; all but its memory are None if it does not fit."""
+    timeline = candidate.timeline
+    rate = candidate.rate() * report.job.seq_len / report.machines.processes if timeline else None
+    return {
+        "needed_gib": candidate.needed_bytes / GIB,
+        "step_time_s": timeline.step_s if timeline else None,
+        "exposed_share": timeline.exposed_share if timeline else None,
+        "tokens_per_s_per_gpu": rate,
+        **report.goal.brief(rate, report.machines),
+    }
 
 
-def distinct(candidates: Sequence[Candidate], shown: Sequence[Choices] = ()) -> Iterator[Candidate]:
-    """Yield candidates, only the first of those that differ in nothing but the prefetch depth. `shown`:
-    choices to leave out in the same way."""
-    seen = {repr(replace(choices, prefetch=None)) for choices in shown}  # repr, because True == 1
+def distinct(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    """Return the first candidates, of those that differ only in the prefetch depth and in how many blocks
+    recompute the first."""
+    first = dict[str, Candidate]()
     for candidate in candidates:
-        key = repr(replace(candidate.choices, prefetch=None))
-        if key not in seen:
-            seen.add(key)
-            yield candidate
+        same = replace(candidate.choices, prefetch=None, activation_checkpoint_blocks=0)
+        first.setdefault(repr(same), candidate)  # repr: True == 1
+    return list(first.values())[:count]
 
 
-RUNNERS_UP = 5
+SIDE_BY_SIDE = 3
 TOO_LARGE = 3
 TITLES = {
     "tp": "tp",
@@ -229,8 +294,8 @@ TITLES = {
 }
 
 
-def as_text(report: PlanReport, tokens: float | None = None) -> str:
-    """Return the report as text. `tokens`: also show the time to train on this many."""
+def as_text(report: PlanReport) -> str:
+    """Return the report as text."""
     strategy = report.job.parallel.strategy
     notes = [describe_strategy(strategy, report.plan.mesh)] if strategy else []
     notes += [f"advice: {sentence}" for sentence in report.advice]
@@ -239,13 +304,13 @@ def as_text(report: PlanReport, tokens: float | None = None) -> str:
         parts.append("\n".join(["why:", *(f"- {sentence}" for sentence in report.reasons)]))
     parts.append(memory_table(report.memory))
     if report.prediction is not None:
-        parts += [_figures(report, report.prediction, tokens), _verdict(report, report.prediction)]
+        parts += [_figures(report, report.prediction), _verdict(report, report.prediction)]
     if report.choice:
-        parts += _others(report.job, report.choice, report.machines)
+        parts += _candidate_tables(report, report.choice)
     return "\n\n".join(parts)
 
 
-def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -> str:
+def _figures(report: PlanReport, prediction: Prediction) -> str:
     timeline, gpus, kind = prediction.timeline, report.machines.processes, report.machines.kind
     rate = prediction.tokens_per_s_per_gpu
     bound = f", at most {rate / kind.reached:,.0f}" if kind.is_bound else ""
@@ -265,15 +330,13 @@ def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -
         for lane, waited in timeline.exposed_by_lane.items()
         if waited
     ]
-    if tokens:
-        time = time_to_train(rate, report.machines, tokens)
-        rows.append(
-            (
-                f"{tokens:.3g} tokens",
-                f"{time['days']:,.1f} days ({time['fewest_days']:,.1f} to {time['most_days']:,.1f} by these "
-                f"errors): {time['gpu_days']:,.0f} GPU days, {time['gpu_hours']:,.0f} GPU hours",
-            )
-        )
+    if time := report.time_to_train:
+        text = f"{describe_days(time)}: {time['gpu_days']:,.0f} GPU days, {time['gpu_hours']:,.0f} GPU hours"
+        rows.append((f"{time['tokens']:.3g} tokens", text))
+        if cost := time.get("cost"):
+            low, high = (amount(cost * time[end] / time["days"]) for end in ("fewest_days", "most_days"))
+            text = f"{amount(cost)} ({low} to {high}) at {report.goal.price:,.2f} per GPU hour"
+            rows.append(("cost", text))
     plural = "s" if gpus > 1 else ""
     where = (
         f"on {gpus} process{'es' if gpus > 1 else ''}, {report.machines.per_node} per node: {kind.name}"
@@ -294,21 +357,35 @@ def _verdict(report: PlanReport, prediction: Prediction) -> str:
     )
 
 
-def _others(job: TrainingJob, choice: SearchResult, machines: Machines) -> Iterator[str]:
-    """Yield tables of the runners-up and of the smallest plans that do not fit."""
-    runners_up = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
-    too_large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
-    shown = (choice.best, *runners_up, *too_large)
-    keys = keys_to_show(TITLES, [candidate.choices.cp for candidate in shown])
-    head = [*(TITLES[key] for key in keys), "GiB", "step", "tokens/s per GPU", "exposed"]
-    if runners_up:
-        yield "runners-up:\n" + format_table(head, [_row(job, candidate, keys) for candidate in runners_up])
+def describe_days(time: Mapping[str, float]) -> str:
+    """Return the days of `Goal.time_to_train` and their range."""
+    return "{days:,.1f} days ({fewest_days:,.1f} to {most_days:,.1f} by the prediction's errors)".format(
+        **time
+    )
+
+
+def _candidate_tables(report: PlanReport, choice: SearchResult) -> Iterator[str]:
+    """Yield the best plans side by side, where they differ, with their figures; then the smallest plans that
+    do not fit, one a row."""
+    best, too_large = distinct(choice.ranked, SIDE_BY_SIDE), distinct(choice.does_not_fit, TOO_LARGE)
+    if best[1:]:
+        cells = {TITLES[key]: [_cell(plan, key) for plan in best] for key in TITLES}
+        rows = [(title, *values) for title, values in cells.items() if len(set(values)) > 1]
+        figures = [_figures_of(report, plan) for plan in best]
+        for name in figures[0]:
+            title, form = FIGURES[name]
+            rows.append((title, *(form(of[name]) for of in figures)))
+        yield format_table(("best plans", "chosen", "second", "third")[: len(best) + 1], rows)
     if too_large:
-        rows = [_row(job, candidate, keys) for candidate in too_large]
-        yield (
-            f"too large for {machines.available_bytes / GIB:.1f} GiB, the smallest of "
-            f"{len(choice.does_not_fit)}:\n" + format_table(head[: len(keys) + 1], rows)
-        )
+        keys = keys_to_show(TITLES, [plan.choices.cp for plan in too_large])
+        table = [[*(_cell(plan, key) for key in keys), needed_gib(plan)] for plan in too_large]
+        title = f"too large for {report.machines.available_bytes / GIB:.1f} GiB, the smallest of"
+        head = [*(TITLES[key] for key in keys), "GiB"]
+        yield f"{title} {len(choice.does_not_fit)}:\n{format_table(head, table)}"
+
+
+def _cell(plan: Candidate, key: str) -> str:
+    return str(plan.choices[key]).lower()
 
 
 def keys_to_show(keys: Iterable[str], cp: Iterable[int]) -> list[str]:
@@ -317,23 +394,27 @@ def keys_to_show(keys: Iterable[str], cp: Iterable[int]) -> list[str]:
     return [key for key in keys if max(cp) > 1 or key not in ("cp", "cp_exchange")]
 
 
-def _row(job: TrainingJob, candidate: Candidate, keys: Sequence[str]) -> Sequence[str]:
-    cells = [str(candidate.choices[key]).lower() for key in keys]
-    timeline = candidate.timeline
-    if timeline is None:
-        return [*cells, needed_gib(candidate)]
-    times = (
-        seconds(timeline.step_s),
-        f"{token_rate(job, candidate):,.0f}",
-        f"{timeline.exposed_share:.1%}",
-    )
-    return [*cells, needed_gib(candidate), *times]
-
-
 def seconds(time_s: float) -> str:
     """Format a time in seconds, or in milliseconds below one second."""
     return f"{time_s:,.2f} s" if time_s >= 10 else f"{time_s:.3f} s" if time_s >= 1 else in_ms(time_s)
 
 
+def amount(value: float) -> str:
+    """Format a cost: whole from 100 on."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _percent(share: float | None) -> str:
     return "unknown: no peak to compare with on a CPU" if share is None else f"{share:.1%}"
+
+
+# of a plan: the title of a figure, and how it is written
+FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "needed_gib": ("GiB", "{:.1f}".format),
+    "step_time_s": ("step", seconds),
+    "exposed_share": ("exposed", "{:.1%}".format),
+    "tokens_per_s_per_gpu": ("tokens/s per GPU", "{:,.0f}".format),
+    "days": ("days", "{:,.1f}".format),
+    "gpu_hours": ("GPU hours", "{:,.0f}".format),
+    "cost": ("cost", amount),
+}
