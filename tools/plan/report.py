@@ -163,7 +163,7 @@ def plan_in_days(
     days by the prediction. Raises PlanError if no number is sufficient."""
     assert goal.tokens, "days need tokens"
     fewest = find_fewest(job, gpus_per_node, hardware)
-    least = max(fewest, goal.tokens / (days * DAY_S * _most_rate(job, hardware)))
+    least = max(fewest, goal.tokens / (days * DAY_S * most_rate(job, hardware)))
     powers = [machines_of_kind(hardware, 2**n, gpus_per_node) for n in range(MAX_PROCESSES.bit_length())]
     legal = [machines for machines in powers if machines.processes >= fewest and _is_legal(job, machines)]
     reports = []
@@ -190,7 +190,7 @@ def _is_legal(job: TrainingJob, machines: Machines) -> bool:
     return True
 
 
-def _most_rate(job: TrainingJob, hardware: Hardware) -> float:
+def most_rate(job: TrainingJob, hardware: Hardware) -> float:
     """Return tokens per second and GPU that no prediction exceeds: that of the peak."""
     float8 = job.parallel.float8.recipe != "none"
     peak = max(peak for dtype, peak in hardware.peak_tflops.items() if float8 or dtype != "float8")

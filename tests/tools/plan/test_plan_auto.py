@@ -71,7 +71,7 @@ def document(capsys: Output, *arguments: str) -> dict[str, Any]:
 def test_a_plan_of_ones_own_has_figures(capsys: Output) -> None:
     answer = document(capsys, *FREE, "--gpus=4", H100)
     predicted = answer["predicted"]
-    assert set(answer) == {"plan", "reasons", "advice", "predicted"}
+    assert set(answer) == {"plan", "reasons", "advice", "predicted", "seconds"}
     assert set(predicted) == FIGURES
     assert predicted["step_time_s"] == pytest.approx(
         predicted["compute_s"] + predicted["exposed_comm_s"] + predicted["host_bound_s"]
@@ -90,8 +90,10 @@ def test_a_plan_of_ones_own_has_figures(capsys: Output) -> None:
 
 @pytest.mark.sampled(3, day=1)
 def test_the_planner_says_what_it_chose_and_what_else_there_was(capsys: Output) -> None:
-    answer = document(capsys, *AUTO, "--gpus=2", "--tokens=1e12")
-    assert set(answer) == {"plan", "reasons", "advice", "predicted", "candidates", "time_to_train"}
+    answer = document(capsys, *AUTO, "--gpus=2", "--tokens=1e12", "--price=2.5")
+    assert set(answer) == {
+        *("plan", "reasons", "advice", "predicted", "candidates", "time_to_train", "seconds")
+    }
     best, *others = answer["candidates"]
     assert all(set(row["choices"]) == CHOICES for row in answer["candidates"])
     assert best["step_time_s"] == pytest.approx(answer["predicted"]["step_time_s"])
@@ -106,14 +108,21 @@ def test_the_planner_says_what_it_chose_and_what_else_there_was(capsys: Output) 
     assert train["gpu_hours"] == pytest.approx(24 * train["gpu_days"])
     assert train["gpu_days"] == pytest.approx(2 * train["days"])
     assert train["fewest_days"] < train["days"] < train["most_days"]
+    assert train["cost"] == pytest.approx(2.5 * train["gpu_hours"])
+    for row in answer["candidates"]:
+        expected = 1e12 / row["tokens_per_s_per_gpu"] / 3600
+        assert (row["gpu_hours"], row["cost"]) == pytest.approx((expected, 2.5 * expected))
+        assert row["days"] == pytest.approx(expected / 24 / 2)
+    assert answer["seconds"].keys() == {"tracing", "bounds", "memory", "timeline", "other"}
+    assert min(answer["seconds"].values()) > 0
 
 
 @pytest.mark.sampled(3, day=0)
-def test_people_get_reasons_figures_and_runners_up_and_the_saved_plan_runs(
+def test_people_get_reasons_figures_and_the_best_plans_and_the_saved_plan_runs(
     capsys: Output, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.yaml"
-    main([*AUTO, "--gpus=2", "--tokens=1e12", f"--save={path}"])
+    main([*AUTO, "--gpus=2", "--tokens=1e12", "--price=2", f"--save={path}"])
     text = capsys.readouterr().out
     for part in (
         "mesh: dp_replicate",
@@ -124,13 +133,18 @@ def test_people_get_reasons_figures_and_runners_up_and_the_saved_plan_runs(
         "\n1e+12 tokens ",
         "GPU hours",
         "\nfits h100-sxm: ",
-        "\nrunners-up:\ntp  replicate",
+        " at 2.00 per GPU hour\n",
         f"wrote {path}",
     ):
         assert part in text
-    runners_up = text.split("runners-up:\n")[1].split("\n\n")[0].splitlines()[1:]
-    without_prefetch = {tuple(line.split()[:6] + line.split()[7:8]) for line in runners_up}
-    assert 0 < len(runners_up) == len(without_prefetch) <= 5
+    table = [re.split("  +", line) for line in text.split("\n\n")[-2].splitlines()]
+    assert table[0] == ["best plans", "chosen", "second", "third"]
+    keys, figures = table[1:-7], {name: cells for name, *cells in table[-7:]}
+    assert list(figures) == ["GiB", "step", "exposed", "tokens/s per GPU", "days", "GPU hours", "cost"]
+    assert all(len(set(cells)) > 1 for _, *cells in keys)  # where they differ,
+    settings = list(zip(*keys, strict=True))
+    assert len(set(settings[1:])) == 3
+    assert f"\ncost {'':18}{figures['cost'][0]} (" in text
     title, first_reason = path.read_text().splitlines()[:2]
     assert title == "# llama_debug on 2 h100-sxm"
     assert re.match(r"# \d+ plans ", first_reason)
@@ -222,7 +236,11 @@ def test_the_step_as_picture_and_trace(tmp_path: Path, capsys: Output) -> None:
 
 
 WRONG: list[tuple[list[str], str]] = [
-    ([], "--gpus --min-gpus --sweep"),
+    ([], "--gpus --min-gpus --days --sweep"),
+    (["--days=3", H100], "--days needs --tokens T"),
+    (["--gpus=4", H100, "--price=2"], "--price needs --tokens T"),
+    (["--gpus=4", H100, "--price=0", "--tokens=9"], "--price: 0 must be a number of at least"),
+    (["--days=3", "--tokens=9", H100, "--parallel.plan=p.yaml"], "--days: ... p.yaml ... auto or manual"),
     (["--gpus=4", "--min-gpus", H100], "--min-gpus ... not allowed ... --gpus"),
     (["--gpus=4", "--parallel.plan=auto"], "parallel.plan=auto needs --gpu KIND ... a100-80gb"),
     (["--gpus=4", "--parallel.plan=auto", "--gpu=h10"], "Did you mean h100"),
