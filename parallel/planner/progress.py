@@ -1,59 +1,41 @@
-"""The seconds of planning by phase, and its progress, on the process's one clock, which `start` sets to zero.
-
-Phases: `tracing` (what the model's modules compute), `bounds` (making, bounding and sorting plans), `memory`
-and `timeline` (predictions for one plan), `other`.
-"""
+"""Seconds of planning by phase, and its progress. Phases: `tracing` (what the model's modules compute),
+`bounds` (making, bounding and sorting plans), `memory` and `timeline` (predictions for one plan), `other`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from time import perf_counter
 
-PHASES = ("tracing", "bounds", "memory", "timeline", "other")
 
-
-@dataclass
 class Clock:
-    """Wall seconds by phase, each without those of phases inside it; the phase, when it began, and what was
-    done so far, such as "1,204 plans bounded, 14 predicted". `tell` is called at every change."""
+    """Adds up wall seconds by phase, each without those of phases inside it. `done`: what was done so far,
+    such as "1,204 plans bounded, 14 predicted"."""
 
-    tell: Callable[["Clock"], None] | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    since: float = field(default_factory=perf_counter)
-    phase: str = "other"
-    text: str = "making plans"
+    def __init__(self) -> None:
+        self.start()
 
-    def enter(self, phase: str) -> str:
-        """Enter a phase, and return the one that ends."""
-        left, now = self.phase, perf_counter()
-        self.seconds[left] += now - self.since
-        self.phase, self.since = phase, now
-        if self.tell:
-            self.tell(self)
-        return left
+    def start(self, tell: Callable[[], None] | None = None) -> dict[str, float]:
+        """Return new seconds, which are added to until the next start. `tell` is called with each phase."""
+        self.current, self.done, self._since, self._tell = "other", "", perf_counter(), tell
+        self._seconds = dict.fromkeys(("tracing", "bounds", "memory", "timeline", "other"), 0.0)
+        return self._seconds
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the code inside, or a decorated function, as this phase."""
+        outer = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(outer)
 
-_clock = Clock()
-
-
-def start(tell: Callable[[Clock], None] | None = None) -> Clock:
-    """Set the clock to zero, and return it."""
-    global _clock
-    _clock = Clock(tell)
-    return _clock
-
-
-@contextmanager
-def timed(phase: str) -> Iterator[None]:
-    """Count the code inside, or a decorated function, as one of PHASES."""
-    clock, outer = _clock, _clock.enter(phase)
-    try:
-        yield
-    finally:
-        clock.enter(outer)
+    def enter(self, name: str) -> str:
+        """Begin a phase, and return the one that ends."""
+        ended, now = self.current, perf_counter()
+        self._seconds[ended] += now - self._since
+        self.current, self._since = name, now
+        if self._tell:
+            self._tell()
+        return ended
 
 
-def note(text: str) -> None:
-    """Say what was done, for the progress."""
-    _clock.text = text
-    _clock.enter(_clock.phase)
+clock = Clock()  # of this process

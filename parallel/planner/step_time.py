@@ -15,7 +15,7 @@ from meshwright.parallel.plan.schema import (
     sums_whole_gradients,
 )
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.progress import timed
+from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.timeline import (
     COMPUTE,
     EXPOSED,
@@ -43,7 +43,7 @@ EDGE = 6  # blocks at each end of a row of equal ones, after which each adds the
 SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatters share
 
 
-@timed("timeline")
+@clock.phase("timeline")
 def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
     """Simulate one optimizer step of one rank under FSDP2."""
     return _join([(_timeline(tasks, spans), count) for tasks, spans, count in _simulate(plan, times)])

@@ -83,13 +83,11 @@ EXAMPLES = """\
     python -m tools.plan --config llama_8b --gpus 8 --gpu h100-sxm --save p.yaml
     torchrun --nproc-per-node 8 -m train.main --config llama_8b \\
         --parallel.plan=p.yaml
-  the fewest GPUs; the best plan for this machine, which measures itself first:
+  the fewest GPUs; in 30 days, and what that costs; the best plan for this machine:
     python -m tools.plan --config llama_405b --gpu h200 --min-gpus
+    python -m tools.plan --config llama_8b --gpu h200 --tokens 1e12 --days 30 --price 2
     python -m tools.plan --config llama_debug --gpus 2 --gpu here \\
         --parallel.plan=auto
-  the fewest that train on so many tokens in 30 days, and what that costs:
-    python -m tools.plan --config llama_8b --gpu h100-sxm --parallel.plan=auto \\
-        --tokens 1e12 --days 30 --price 2
   compare a prediction with the real code; the plans of two runs:
     python -m tools.plan --config llama_8b --gpus 64 --check
     python -m tools.plan diff runs/a/plan.yaml runs/b/plan.yaml

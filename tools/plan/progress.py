@@ -1,4 +1,4 @@
-"""The progress of planning on a terminal: one line on standard error, overwritten, and erased at the end."""
+"""The progress of planning: a line on standard error, if that is a terminal, erased at the end."""
 
 import os
 import sys
@@ -6,32 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-from meshwright.parallel.planner.progress import Clock, start
+from meshwright.parallel.planner.progress import clock
 
 AFTER_S, EVERY_S = 2.0, 0.2
 ERASE = "\r\x1b[K"  # to the start of the line, and clear it
 
 
 @contextmanager
-def progress() -> Iterator[Clock]:
-    """Time the planning inside, by phase. After two seconds a line shows how far it is, if standard error is
-    a terminal; other output inside would stand in it."""
-    began = due = perf_counter()
-    due += AFTER_S
+def progress() -> Iterator[dict[str, float]]:
+    """Show the progress of the planning inside after two seconds, and yield its seconds by phase."""
+    began, drawn_s = perf_counter(), 0.0
 
-    def draw(clock: Clock) -> None:
-        nonlocal due
-        if (now := perf_counter()) >= due:
-            due = now + EVERY_S
-            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            line = f"planner: {clock.phase}, {clock.text} ({now - began:.0f} s)"
-            print(ERASE + line[: width - 1], end="", file=sys.stderr, flush=True)
+    def draw() -> None:
+        nonlocal drawn_s
+        if (now_s := perf_counter() - began) >= max(AFTER_S, drawn_s + EVERY_S):
+            drawn_s, width = now_s, os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            line = f"planner: {clock.done or clock.current} ({now_s:.0f} s)"[: width - 1]
+            print(ERASE + line, end="", file=sys.stderr, flush=True)
 
-    clock = start(draw) if sys.stderr.isatty() else start()
     try:
-        yield clock
+        yield clock.start(draw if sys.stderr.isatty() else None)
     finally:
-        start()
         clock.enter("other")
-        if due > began + AFTER_S:
-            print(ERASE, end="", file=sys.stderr, flush=True)
+        clock.start()
+        print(ERASE if drawn_s else "", end="", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@ fits, the best plans side by side, and the time and the price of a training."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -37,11 +38,11 @@ class Goal:
     tokens: float | None = None
     price: float | None = None
 
-    def time_to_train(self, rate: float, machines: Machines) -> dict[str, float]:
+    def time_to_train(self, rate: float | None, machines: Machines) -> dict[str, float]:
         """Return the time to train at `rate` tokens per second and GPU, without checkpoints, evaluation and
         failures, the fewest and the most days by the errors of such predictions, and the cost. Empty without
-        tokens."""
-        if not self.tokens:
+        a rate or tokens."""
+        if not (rate and self.tokens):
             return {}
         gpus = machines.processes
         days = self.tokens / (rate * gpus) / DAY_S
@@ -55,11 +56,6 @@ class Goal:
             "gpu_hours": gpus * days * DAY_S / HOUR_S,
         }
         return time | ({"cost": time["gpu_hours"] * self.price} if self.price else {})
-
-    def brief(self, rate: float | None, machines: Machines) -> dict[str, float | None]:
-        """Return days, GPU hours and cost, as far as the goal asks for them; None without a rate."""
-        time = self.time_to_train(rate or 1.0, machines)
-        return {name: time[name] if rate else None for name in ("days", "gpu_hours", "cost") if name in time}
 
 
 @dataclass(frozen=True)
@@ -100,9 +96,9 @@ class PlanReport:
 
     @property
     def time_to_train(self) -> dict[str, float]:
-        """`Goal.time_to_train` at the predicted rate; empty without --gpu or tokens."""
-        rate = self.prediction and self.prediction.tokens_per_s_per_gpu
-        return self.goal.time_to_train(rate, self.machines) if rate else {}
+        """`Goal.time_to_train` at the predicted rate."""
+        rate = self.prediction.tokens_per_s_per_gpu if self.prediction else None
+        return self.goal.time_to_train(rate, self.machines)
 
 
 def find_kind(name: str, option: str) -> Hardware:
@@ -143,35 +139,31 @@ def make_report(job: TrainingJob, machines: Machines, goal: Goal = Goal()) -> Pl
     return PlanReport(job, machines, plan, memory, prediction, fit_error, choice, advice, goal)
 
 
-def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware) -> int:
-    """Return the fewest GPUs, a power of two, that the run fits on: with any plan for plan=auto, else with
-    the config's plan. Raises PlanError if there are none."""
-    if gpus := fewest_processes(job, lambda n: machines_of_kind(hardware, n, gpus_per_node)):
-        return gpus
-    failure = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
-    raise PlanError(
-        f"--min-gpus: {failure} on 1 to {MAX_PROCESSES} {hardware.name} with sequences of "
-        f"{job.seq_len} tokens: reduce train.seq_len, or leave more keys at auto with "
-        "--parallel.plan=auto"
-    )
-
-
-def plan_in_days(
-    job: TrainingJob, goal: Goal, days: float, gpus_per_node: int, hardware: Hardware
+def report_on_fewest(
+    job: TrainingJob, gpus_per_node: int, hardware: Hardware, goal: Goal, days: float
 ) -> PlanReport:
-    """Return the report on the fewest GPUs, a power of two, with which the goal's tokens take at most so many
-    days by the prediction. Raises PlanError if no number is sufficient."""
-    assert goal.tokens, "days need tokens"
-    fewest = find_fewest(job, gpus_per_node, hardware)
-    least = max(fewest, goal.tokens / (days * DAY_S * most_rate(job, hardware)))
+    """Return the report on the fewest GPUs, a power of two, that the run fits on, with any plan for
+    plan=auto, else with the config's, and on which the goal's tokens take at most `days` by the prediction.
+    Raises PlanError if there are none."""
     powers = [machines_of_kind(hardware, 2**n, gpus_per_node) for n in range(MAX_PROCESSES.bit_length())]
-    legal = [machines for machines in powers if machines.processes >= fewest and _is_legal(job, machines)]
+    fewest = fewest_processes(job, lambda gpus: powers[gpus.bit_length() - 1])
+    if not fewest:
+        failure = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
+        raise PlanError(
+            f"{failure} on 1 to {MAX_PROCESSES} {hardware.name} with sequences of {job.seq_len} tokens: "
+            "reduce train.seq_len, or leave more keys at auto with --parallel.plan=auto"
+        )
+    least = max(fewest, (goal.tokens or 0) / (days * DAY_S * most_rate(job, hardware)))
+    legal = []
+    for machines in powers[fewest.bit_length() - 1 :]:
+        with suppress(PlanError):  # as of a global batch that so many GPUs do not divide
+            (check_legal_plans if job.parallel.plan == "auto" else plan_for)(job, machines)
+            legal.append(machines)
     reports = []
     for machines in [m for m in legal if m.processes >= least] or legal[-1:]:
-        report = make_report(job, machines, goal)
-        if report.time_to_train["days"] <= days and not report.fit_error:
-            return report
-        reports.append(report)
+        reports.append(make_report(job, machines, goal))
+        if reports[-1].time_to_train.get("days", 0.0) <= days:
+            return reports[-1]
     best = min(reports, key=lambda report: report.time_to_train["days"])
     raise PlanError(
         f"--days={days:g}: no power of two up to {MAX_PROCESSES} {hardware.name} is sufficient; the best is "
@@ -180,18 +172,8 @@ def plan_in_days(
     )
 
 
-def _is_legal(job: TrainingJob, machines: Machines) -> bool:
-    """Whether a plan is legal on so many machines, whether it fits or not."""
-    check = check_legal_plans if job.parallel.plan == "auto" else plan_for
-    try:
-        check(job, machines)
-    except PlanError:
-        return False
-    return True
-
-
 def most_rate(job: TrainingJob, hardware: Hardware) -> float:
-    """Return tokens per second and GPU that no prediction exceeds: that of the peak."""
+    """Return tokens per second and GPU that no prediction exceeds: those of the peak."""
     float8 = job.parallel.float8.recipe != "none"
     peak = max(peak for dtype, peak in hardware.peak_tflops.items() if float8 or dtype != "float8")
     return peak * 1e12 * max(hardware.cores, 1) / hardware.slower / training_flops(job)[1]
@@ -207,10 +189,9 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "predicted": _predicted(report),
     }
     if report.choice:
-        document["candidates"] = list(_candidates(report, report.choice))
-    if time := report.time_to_train:
-        document["time_to_train"] = time
-    return document
+        candidates = (*report.choice.ranked, *report.choice.does_not_fit)
+        document["candidates"] = [_candidate(report, candidate) for candidate in candidates]
+    return document | ({"time_to_train": time} if (time := report.time_to_train) else {})
 
 
 def _predicted(report: PlanReport) -> dict[str, Any]:
@@ -244,40 +225,30 @@ def _bound(kind: Hardware, prediction: Prediction) -> dict[str, float | None] | 
     return {**bounds, "mfu": mfu and mfu / kind.reached} if kind.is_bound else None
 
 
-def _candidates(report: PlanReport, choice: SearchResult) -> Iterator[dict[str, Any]]:
-    """Yield the plans that fit, the best first; then those that do not, the smallest first."""
-    available_gib = report.machines.available_bytes / GIB
-    for candidate in (*choice.ranked, *choice.does_not_fit):
-        fits = candidate.timeline is not None
-        row = {"choices": asdict(candidate.choices), "fits": fits, **_figures_of(report, candidate)}
-        yield row if fits else row | {"reason": f"needs {needed_gib(candidate)} of {available_gib:.1f} GiB"}
+def _candidate(report: PlanReport, candidate: Candidate) -> dict[str, Any]:
+    """Return a candidate as plain data; without a step, and with a reason, if it does not fit."""
+    timeline, needed = candidate.timeline, candidate.needed_bytes / GIB
+    row = {"choices": asdict(candidate.choices), "fits": timeline is not None, "needed_gib": needed}
+    if timeline is None:
+        reason = f"needs {needed_gib(candidate)} of {report.machines.available_bytes / GIB:.1f} GiB"
+        return row | dict.fromkeys(OF_STEP) | {"reason": reason}
+    rate = candidate.rate() * report.job.seq_len / report.machines.processes
+    step = dict(zip(OF_STEP, (timeline.step_s, timeline.exposed_share, rate), strict=True))
+    return row | step | report.goal.time_to_train(rate, report.machines)
 
 
-def _figures_of(report: PlanReport, candidate: Candidate) -> dict[str, float | None]:
-    """Return a candidate's figures, as in FIGURES; all but its memory are None if it does not fit."""
-    timeline = candidate.timeline
-    rate = candidate.rate() * report.job.seq_len / report.machines.processes if timeline else None
-    return {
-        "needed_gib": candidate.needed_bytes / GIB,
-        "step_time_s": timeline.step_s if timeline else None,
-        "exposed_share": timeline.exposed_share if timeline else None,
-        "tokens_per_s_per_gpu": rate,
-        **report.goal.brief(rate, report.machines),
-    }
-
-
-def distinct(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """Return the first candidates, of those that differ only in the prefetch depth and in how many blocks
-    recompute the first."""
+def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the first candidates, and of those that differ only in the prefetch depth and in the number of
+    blocks only the first."""
     first = dict[str, Candidate]()
     for candidate in candidates:
         same = replace(candidate.choices, prefetch=None, activation_checkpoint_blocks=0)
         first.setdefault(repr(same), candidate)  # repr: True == 1
-    return list(first.values())[:count]
+    return list(first.values())[:SIDE_BY_SIDE]
 
 
 SIDE_BY_SIDE = 3
-TOO_LARGE = 3
+OF_STEP = ("step_time_s", "exposed_share", "tokens_per_s_per_gpu")
 TITLES = {
     "tp": "tp",
     "cp": "cp",
@@ -334,8 +305,8 @@ def _figures(report: PlanReport, prediction: Prediction) -> str:
         text = f"{describe_days(time)}: {time['gpu_days']:,.0f} GPU days, {time['gpu_hours']:,.0f} GPU hours"
         rows.append((f"{time['tokens']:.3g} tokens", text))
         if cost := time.get("cost"):
-            low, high = (amount(cost * time[end] / time["days"]) for end in ("fewest_days", "most_days"))
-            text = f"{amount(cost)} ({low} to {high}) at {report.goal.price:,.2f} per GPU hour"
+            low, high = (cost * time[end] / time["days"] for end in ("fewest_days", "most_days"))
+            text = f"{cost:,.0f} ({low:,.0f} to {high:,.0f}) at {report.goal.price:,.2f} per GPU hour"
             rows.append(("cost", text))
     plural = "s" if gpus > 1 else ""
     where = (
@@ -365,33 +336,23 @@ def describe_days(time: Mapping[str, float]) -> str:
 
 
 def _candidate_tables(report: PlanReport, choice: SearchResult) -> Iterator[str]:
-    """Yield the best plans side by side, where they differ, with their figures; then the smallest plans that
-    do not fit, one a row."""
-    best, too_large = distinct(choice.ranked, SIDE_BY_SIDE), distinct(choice.does_not_fit, TOO_LARGE)
-    if best[1:]:
-        cells = {TITLES[key]: [_cell(plan, key) for plan in best] for key in TITLES}
-        rows = [(title, *values) for title, values in cells.items() if len(set(values)) > 1]
-        figures = [_figures_of(report, plan) for plan in best]
-        for name in figures[0]:
-            title, form = FIGURES[name]
-            rows.append((title, *(form(of[name]) for of in figures)))
-        yield format_table(("best plans", "chosen", "second", "third")[: len(best) + 1], rows)
-    if too_large:
-        keys = keys_to_show(TITLES, [plan.choices.cp for plan in too_large])
-        table = [[*(_cell(plan, key) for key in keys), needed_gib(plan)] for plan in too_large]
-        title = f"too large for {report.machines.available_bytes / GIB:.1f} GiB, the smallest of"
-        head = [*(TITLES[key] for key in keys), "GiB"]
-        yield f"{title} {len(choice.does_not_fit)}:\n{format_table(head, table)}"
-
-
-def _cell(plan: Candidate, key: str) -> str:
-    return str(plan.choices[key]).lower()
-
-
-def keys_to_show(keys: Iterable[str], cp: Iterable[int]) -> list[str]:
-    """Return the keys without those of context parallelism if none of the plans, with these degrees `cp`,
-    uses it."""
-    return [key for key in keys if max(cp) > 1 or key not in ("cp", "cp_exchange")]
+    """Yield tables of the best plans and of the smallest that do not fit, a column for each: the choices that
+    are not all those of the chosen plan, and the figures."""
+    best, too_large = distinct(choice.ranked), distinct(choice.does_not_fit)
+    available = f"{report.machines.available_bytes / GIB:.1f} GiB"
+    heads = ("best plans", "chosen"), (f"{len(choice.does_not_fit)} too large for {available}", "smallest")
+    for head, plans in zip(heads, (best[1:] and best, too_large), strict=True):
+        cells = {
+            TITLES[key]: [str(plan.choices[key]).lower() for plan in (best[0], *plans)] for key in TITLES
+        }
+        rows = [(title, *values[1:]) for title, values in cells.items() if len(set(values)) > 1]
+        rows.append(("GiB", *map(needed_gib, plans)))
+        figures = [_candidate(report, plan) for plan in plans]
+        for name, (title, form) in FIGURES.items():
+            if all(of.get(name) is not None for of in figures):
+                rows.append((title, *(form(of[name]) for of in figures)))
+        if plans:
+            yield format_table((*head, "second", "third")[: len(plans) + 1], rows)
 
 
 def seconds(time_s: float) -> str:
@@ -399,22 +360,17 @@ def seconds(time_s: float) -> str:
     return f"{time_s:,.2f} s" if time_s >= 10 else f"{time_s:.3f} s" if time_s >= 1 else in_ms(time_s)
 
 
-def amount(value: float) -> str:
-    """Format a cost: whole from 100 on."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _percent(share: float | None) -> str:
     return "unknown: no peak to compare with on a CPU" if share is None else f"{share:.1%}"
 
 
-# of a plan: the title of a figure, and how it is written
+# title and format of the figures that stand side by side
 FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
-    "needed_gib": ("GiB", "{:.1f}".format),
+    "reserved_gib": ("GiB", "{:.1f}".format),
     "step_time_s": ("step", seconds),
     "exposed_share": ("exposed", "{:.1%}".format),
     "tokens_per_s_per_gpu": ("tokens/s per GPU", "{:,.0f}".format),
     "days": ("days", "{:,.1f}".format),
     "gpu_hours": ("GPU hours", "{:,.0f}".format),
-    "cost": ("cost", amount),
+    "cost": ("cost", "{:,.0f}".format),
 }

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,31 +29,24 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> bool:
     if options.timeline:
         export.check_target("--timeline", options.timeline, export.TIMELINE_SUFFIXES, overwrites=True)
     hardware = options.gpu and _find_hardware(options, job, options.gpus or options.gpus_per_node)
-    with progress() as clock:
-        report = _make_report(options, job, hardware)
+    goal, per_node = reporting.Goal(options.tokens, options.price), options.gpus_per_node
+    with progress() as seconds:
+        if options.gpus:
+            no_kind = Machines(options.gpus, min(options.gpus, per_node))
+            machines = machines_of_kind(hardware, options.gpus, per_node) if hardware else no_kind
+            report = reporting.make_report(job, machines, goal)
+        else:
+            report = reporting.report_on_fewest(job, per_node, hardware, goal, options.days or math.inf)
     check = checking.check_run(job, report.plan) if options.check else None
     written = _write(options, report)
     if options.json:
-        print(json.dumps(_document(options, report, check) | {"seconds": clock.seconds}, indent=2))
+        print(json.dumps(_document(options, report, check) | {"seconds": seconds}, indent=2))
     else:
-        goal = f" for {options.tokens:.3g} tokens in {options.days:g} days" if options.days else ""
-        first = [] if options.gpus else [f"fewest GPUs{goal}: {report.machines.processes}"]
+        within = f" for {goal.tokens:.3g} tokens in {options.days:g} days" if options.days else ""
+        first = [] if options.gpus else [f"fewest GPUs{within}: {report.machines.processes}"]
         last = [*([checking.as_text(check)] if check else []), *(f"wrote {path}" for path in written)]
         print("\n\n".join([*first, reporting.as_text(report), *last]))
     return bool(check and check.wrong)
-
-
-def _make_report(
-    options: argparse.Namespace, job: TrainingJob, hardware: Hardware | None
-) -> reporting.PlanReport:
-    """Return the report on as many GPUs as the options ask for, of no known kind if `hardware` is None."""
-    goal, per_node = reporting.Goal(options.tokens, options.price), options.gpus_per_node
-    if not hardware:
-        return reporting.make_report(job, Machines(options.gpus, min(options.gpus, per_node)))
-    if options.days:
-        return reporting.plan_in_days(job, goal, options.days, per_node, hardware)
-    gpus = options.gpus or reporting.find_fewest(job, per_node, hardware)
-    return reporting.make_report(job, machines_of_kind(hardware, gpus, per_node), goal)
 
 
 def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
@@ -60,13 +54,13 @@ def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     counts = scaling.read_sweep(options.sweep)
     hardware = _find_hardware(options, job, max(counts))
     goal = reporting.Goal(options.tokens, options.price)
-    with progress() as clock:
+    with progress() as seconds:
         rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, goal)
     if options.json:
-        print(json.dumps({"sweep": rows, "seconds": clock.seconds}, indent=2))
+        print(json.dumps({"sweep": rows, "seconds": seconds}, indent=2))
         return
     lines = map(": ".join, trust(hardware, max(counts), options.gpus_per_node))
-    print("\n\n".join([scaling.as_text(rows, goal), "\n".join(lines)]))
+    print("\n\n".join([scaling.as_text(rows), "\n".join(lines)]))
 
 
 def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:

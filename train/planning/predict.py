@@ -19,7 +19,7 @@ from meshwright.parallel.planner.hardware import (
     reserved_bytes,
 )
 from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
-from meshwright.parallel.planner.progress import note, timed
+from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.search import SearchResult, check_legal, search
 from meshwright.parallel.planner.search_space import least_memory
 from meshwright.parallel.planner.step_time import simulate_step
@@ -106,11 +106,11 @@ def predict_needs(
 def search_plans(job: TrainingJob, machines: Machines, leanest: bool = False) -> SearchResult:
     """Search all legal plans of the job, or with `leanest` those that need the least memory. Raises PlanError
     if there are none."""
-    note(f"plans for {machines.processes} processes")
+    clock.done = f"plans for {machines.processes} processes"
     units, parallel, shape = model_of(job.model).units, job.parallel, _shape_on(job, machines)
     if leanest:
         parallel, shape = least_memory(parallel, shape, len(units.checkpointed))
-    with timed("bounds"):
+    with clock.phase("bounds"):
         return search(parallel, units, shape, machines, partial(run_workload, job))
 
 
@@ -131,7 +131,7 @@ def _best(job: TrainingJob, machines: Machines) -> tuple[str, str]:
     return best_attention(job, machines.hardware), best_dtype(machines.hardware)
 
 
-@timed("tracing")
+@clock.phase("tracing")
 def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
     """Return the model's workload under the plan, with its trained shares, the size of moments, and whether
     it is saved.

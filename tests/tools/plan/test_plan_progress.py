@@ -8,23 +8,21 @@ import termios
 import pytest
 
 from meshwright.parallel.planner import progress as clocks
-from meshwright.parallel.planner.progress import note, timed
+from meshwright.parallel.planner.progress import clock
 from meshwright.tools.plan import progress as lines
 from meshwright.tools.plan.progress import progress
 
 
 def test_a_phase_does_not_count_those_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "perf_counter", iter([1, 3, 7, 15, 31]).__next__)
+    monkeypatch.setattr(clocks, "perf_counter", iter([0, 1, 3, 7, 15, 31, 63]).__next__)
 
-    @timed("memory")
+    @clock.phase("memory")
     def inner() -> None:
         pass
 
-    with progress() as clock:
-        clock.since = 0.0
-        with timed("bounds"):
-            inner()
-    assert clock.seconds == {"tracing": 0, "bounds": 2 + 8, "memory": 4, "timeline": 0, "other": 1 + 16}
+    with progress() as seconds, clock.phase("bounds"):
+        inner()
+    assert seconds == {"tracing": 0, "bounds": 2 + 8, "memory": 4, "timeline": 0, "other": 1 + 16}
 
 
 def written(monkeypatch: pytest.MonkeyPatch, after_s: float) -> str:
@@ -39,8 +37,8 @@ def written(monkeypatch: pytest.MonkeyPatch, after_s: float) -> str:
         patch.setattr(sys, "stderr", stderr)
         patch.setattr(lines, "AFTER_S", after_s)
         patch.setattr(lines, "EVERY_S", 0.0)
-        with progress(), timed("tracing"):
-            note("1,204 plans bounded, 14 predicted")
+        with progress(), clock.phase("tracing"):
+            clock.done = "1,204 plans bounded, 14 predicted"
         print("end", file=stderr, flush=True)
         return reader.read(1000).decode()
 
@@ -48,6 +46,7 @@ def written(monkeypatch: pytest.MonkeyPatch, after_s: float) -> str:
 def test_a_terminal_has_one_line_in_the_end_none(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *drawn, last = written(monkeypatch, after_s=0).split("\r\x1b[K")
     assert (first, last) == ("", "end\r\n")
-    assert "planner: tracing, 1,204 plans bounded, " in drawn
+    assert drawn[0] == "planner: tracing (0 s)"
+    assert drawn[1] == "planner: 1,204 plans bounded, 14 predict"[:39]
     assert max(map(len, drawn)) == 39
     assert written(monkeypatch, after_s=60) == "end\r\n"
