@@ -159,16 +159,14 @@ def report_on_fewest(
         with suppress(PlanError):  # as of a global batch that so many GPUs do not divide
             (check_legal_plans if job.parallel.plan == "auto" else plan_for)(job, machines)
             legal.append(machines)
-    reports = []
     for machines in [m for m in legal if m.processes >= least] or legal[-1:]:
-        reports.append(make_report(job, machines, goal))
-        if reports[-1].time_to_train.get("days", 0.0) <= days:
-            return reports[-1]
-    best = min(reports, key=lambda report: report.time_to_train["days"])
+        report = make_report(job, machines, goal)
+        if report.time_to_train.get("days", 0.0) <= days:
+            return report
     raise PlanError(
-        f"--days={days:g}: no power of two up to {MAX_PROCESSES} {hardware.name} is sufficient; the best is "
-        f"{best.machines.processes}, {describe_days(best.time_to_train)}. Allow more days, or for more GPUs "
-        "a larger train.global_batch_size"
+        f"--days={days:g}: no power of two up to {MAX_PROCESSES} {hardware.name} is sufficient. The most "
+        f"that can run it, {machines.processes}, take {describe_days(report.time_to_train)}: allow more days, or "
+        "more GPUs by a larger train.global_batch_size"
     )
 
 
