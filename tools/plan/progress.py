@@ -21,7 +21,7 @@ def progress() -> Iterator[dict[str, float]]:
         nonlocal drawn_s
         if (now_s := perf_counter() - began) >= max(AFTER_S, drawn_s + EVERY_S):
             drawn_s, width = now_s, os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            line = f"planner: {clock.done or clock.current} ({now_s:.0f} s)"[: width - 1]
+            line = f"planner: {clock.done or 'one plan'}, {clock.current} ({now_s:.0f} s)"[: width - 1]
             print(ERASE + line, end="", file=sys.stderr, flush=True)
 
     try:

@@ -165,8 +165,8 @@ def report_on_fewest(
             return report
     raise PlanError(
         f"--days={days:g}: no power of two up to {MAX_PROCESSES} {hardware.name} is sufficient. The most "
-        f"that can run it, {machines.processes}, take {describe_days(report.time_to_train)}: allow more days, or "
-        "more GPUs by a larger train.global_batch_size"
+        f"that can run it, {machines.processes}, need {report.time_to_train['days']:,.1f} days by the "
+        "prediction: allow more days, or for more GPUs a larger train.global_batch_size"
     )
 
 
@@ -300,7 +300,10 @@ def _figures(report: PlanReport, prediction: Prediction) -> str:
         if waited
     ]
     if time := report.time_to_train:
-        text = f"{describe_days(time)}: {time['gpu_days']:,.0f} GPU days, {time['gpu_hours']:,.0f} GPU hours"
+        text = (
+            "{days:,.1f} days ({fewest_days:,.1f} to {most_days:,.1f} by these errors): {gpu_days:,.0f} GPU "
+            "days, {gpu_hours:,.0f} GPU hours"
+        ).format(**time)
         rows.append((f"{time['tokens']:.3g} tokens", text))
         if cost := time.get("cost"):
             low, high = (cost * time[end] / time["days"] for end in ("fewest_days", "most_days"))
@@ -323,13 +326,6 @@ def _verdict(report: PlanReport, prediction: Prediction) -> str:
         f"fits {machines.kind.name}: {prediction.reserved_bytes / GIB:.1f} of "
         f"{machines.available_bytes / GIB:.1f} GiB, including allocator and process overhead"
         + ("" if machines.kind.cores else f" ({load_errors()[MEMORY]})")
-    )
-
-
-def describe_days(time: Mapping[str, float]) -> str:
-    """Return the days of `Goal.time_to_train` and their range."""
-    return "{days:,.1f} days ({fewest_days:,.1f} to {most_days:,.1f} by the prediction's errors)".format(
-        **time
     )
 
 
