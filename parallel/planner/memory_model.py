@@ -32,6 +32,7 @@ from meshwright.parallel.plan.schema import (
 from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import HostMemory
 from meshwright.parallel.planner.ledger import KEPT, PASSING, Ledger, ModuleTensors
+from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.walk import StepSink, StepWalk, inner_blocks, without
 from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, ModuleWorkload, total
 
@@ -43,6 +44,7 @@ GATHERED = ("gathered", "kept")
 AFTER_BACKWARD = ("saved", *GATHERED, "whole gradients", "sharded gradients", "summed over replicas")
 
 
+@clock.phase("memory")
 def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
     """Return a step's memory under AdamW: parameters and gradients in the plan's storage_dtype and two
     moments, all with the same sharding. Host memory of `cpu_offload` is not included.

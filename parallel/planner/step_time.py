@@ -15,6 +15,7 @@ from meshwright.parallel.plan.schema import (
     sums_whole_gradients,
 )
 from meshwright.parallel.planner.cost_model import StepTimes
+from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.timeline import (
     COMPUTE,
     EXPOSED,
@@ -41,6 +42,7 @@ ALONE = frozenset({COMPUTE, OFFLOAD, HOST})  # streams that do not share the lin
 SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatters share
 
 
+@clock.phase("timeline")
 def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
     """Simulate one optimizer step of one rank under FSDP2."""
     return _join([(_timeline(tasks, spans), count) for tasks, spans, count in _simulate(plan, times)])

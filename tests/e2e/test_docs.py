@@ -104,7 +104,7 @@ MAKERS = {
 }
 SECONDS = {  # of a command, roughly, so that the days are about equal
     r"nproc.*(llama_debug\.yaml$|plan=auto)": 40,
-    r"70b|405b|--min-gpus|--sweep|--check|sweep prefetch": 15,
+    r"70b|405b|--min-gpus|--days|--sweep|--check|sweep prefetch": 15,
     r"train\.main|executed_code|tools\.plan|doctor|bench": 8,
 }
 DAYS = 10

@@ -1,9 +1,10 @@
 """`python -m tools.plan --config X --gpus N`: print the plan of a run and predict its memory and speed,
 without a GPU or a process group.
 
-With `--parallel.plan=auto` the planner chooses the plan. `--min-gpus` finds the fewest GPUs, `--sweep` plans
-for a range of them, and `--check` compares the prediction with the real code. `--compare` compares DDP, FSDP
-and HSDP. `python -m tools.plan diff A.yaml B.yaml` lists the differences between two plan files.
+With `--parallel.plan=auto` the planner chooses the plan. `--min-gpus` finds the fewest GPUs, `--days` the
+fewest that are in time, `--sweep` plans for a range of them, and `--check` compares the prediction with the
+real code. `--compare` compares DDP, FSDP and HSDP. `python -m tools.plan diff A.yaml B.yaml` lists the
+differences between two plan files.
 """
 
 import argparse
@@ -61,12 +62,14 @@ def compare_files(options: argparse.Namespace) -> None:
 
 
 PROG = "tools.plan"
-NEED_GPU = ("tokens", "timeline", "min_gpus", "sweep")
+HOW_MANY = ("min_gpus", "days", "sweep")  # which search for a number of GPUs
+NEED_GPU = ("tokens", "timeline", *HOW_MANY)
+NEED_TOKENS = ("days", "price")
 OF_ONE_PLAN = ("save", "timeline", "check")
 # options -> those that they refuse, and why
 CONFLICTS = {
     "compare": (
-        ("gpu", "tokens", "min_gpus", "sweep", *OF_ONE_PLAN),
+        ("gpu", "tokens", "price", *HOW_MANY, *OF_ONE_PLAN),
         "which shows only the memory and the collectives of each strategy",
     ),
     "sweep": (OF_ONE_PLAN, "which makes several plans (one with --gpus)"),
@@ -80,8 +83,9 @@ EXAMPLES = """\
     python -m tools.plan --config llama_8b --gpus 8 --gpu h100-sxm --save p.yaml
     torchrun --nproc-per-node 8 -m train.main --config llama_8b \\
         --parallel.plan=p.yaml
-  the fewest GPUs; the best plan for this machine, which measures itself first:
+  the fewest GPUs; in 30 days, and what that costs; the best plan for this machine:
     python -m tools.plan --config llama_405b --gpu h200 --min-gpus
+    python -m tools.plan --config llama_8b --gpu h200 --tokens 1e12 --days 30 --price 2
     python -m tools.plan --config llama_debug --gpus 2 --gpu here \\
         --parallel.plan=auto
   compare a prediction with the real code; the plans of two runs:
@@ -113,12 +117,14 @@ def make_parser() -> argparse.ArgumentParser:
     how_many = parser.add_mutually_exclusive_group(required=True).add_argument
     how_many("--gpus", type=positive, metavar="N", help="processes of the run, one per GPU")
     how_many("--min-gpus", action=flag, help="the fewest, a power of two, that the run fits on")
+    how_many("--days", type=number_from(0.01), metavar="D", help="the fewest for --tokens in D days")
     how_many("--sweep", metavar="gpus=A..B", help="a line for A GPUs, 2A, 4A, ... up to B")
     add_node_option(parser)
     kinds = ", ".join(load_hardware())
     add("--gpu", metavar="KIND", help=f"predict time, and whether it fits: {kinds}, or here")
     add("--uncorrected", action=flag, help="with --gpu here: leave out what this machine's runs correct")
     add("--tokens", type=number_from(1), metavar="T", help="time to train on as many, as 1e12")
+    add("--price", type=number_from(0.01), metavar="P", help="of a GPU hour: what --tokens cost")
     add("--save", type=Path, metavar="FILE", help="write the plan, for --parallel.plan=FILE")
     add("--timeline", type=Path, metavar="FILE", help="a step as .svg, .png or .json (ui.perfetto.dev)")
     add("--check", action=flag, help="run the real code of one rank; exit code 1 if it differs")
@@ -170,10 +176,13 @@ def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
     for name in NEED_GPU:
         if getattr(options, name) and not options.gpu:
             raise ConfigError(f"{_option(name)} needs --gpu KIND, one of {kinds}, or --gpu here")
-        if getattr(options, name) and from_file and name in ("min_gpus", "sweep"):
+        if getattr(options, name) and from_file and name in HOW_MANY:
             raise ConfigError(
                 f"{_option(name)}: parallel.plan={plan} is a file for one number of GPUs: use auto or manual"
             )
+    for name in NEED_TOKENS:
+        if getattr(options, name) and not options.tokens:
+            raise ConfigError(f"{_option(name)} needs --tokens T, the number to train on, such as 1e12")
     if plan == "auto" and not options.gpu and not options.compare:
         raise ConfigError(
             f"parallel.plan=auto needs --gpu KIND to predict memory and speed, one of {kinds}, here"

@@ -19,6 +19,7 @@ from meshwright.parallel.planner.hardware import (
     reserved_bytes,
 )
 from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
+from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.search import SearchResult, check_legal, search
 from meshwright.parallel.planner.search_space import least_memory
 from meshwright.parallel.planner.step_time import simulate_step
@@ -105,10 +106,12 @@ def predict_needs(
 def search_plans(job: TrainingJob, machines: Machines, leanest: bool = False) -> SearchResult:
     """Search all legal plans of the job, or with `leanest` those that need the least memory. Raises PlanError
     if there are none."""
+    clock.done = f"plans for {machines.processes} processes"
     units, parallel, shape = model_of(job.model).units, job.parallel, _shape_on(job, machines)
     if leanest:
         parallel, shape = least_memory(parallel, shape, len(units.checkpointed))
-    return search(parallel, units, shape, machines, partial(run_workload, job))
+    with clock.phase("bounds"):
+        return search(parallel, units, shape, machines, partial(run_workload, job))
 
 
 def check_legal_plans(job: TrainingJob, machines: Machines) -> None:
@@ -128,6 +131,7 @@ def _best(job: TrainingJob, machines: Machines) -> tuple[str, str]:
     return best_attention(job, machines.hardware), best_dtype(machines.hardware)
 
 
+@clock.phase("tracing")
 def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
     """Return the model's workload under the plan, with its trained shares, the size of moments, and whether
     it is saved.
