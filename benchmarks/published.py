@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.gpu import make_setup
 from benchmarks.support.frameworks import (
+    ATTENTION,
     kempnerforge_plan,
     kempnerforge_times,
     kempnerforge_workload,
@@ -46,17 +47,27 @@ from meshwright.train.planning.resolve import best_attention, plan_run
 from meshwright.train.planning.trace_model import model_workload
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
-# hardware file by the first word of the source
-KINDS = {"torchtitan": "h100-500w-torchtitan", "KempnerForge": "h200-kempnerforge"}
+# hardware file by the GPU of a run: a framework's own, or the data sheet's
+KINDS = {
+    "h100-500w": "h100-500w-torchtitan",
+    "h200": "h200-kempnerforge",
+    "h100": "h100-sxm",
+    "b200-capped": "b200",
+}
 CONFIGS = {
     "llama3-8b": "config=llama_8b.yaml",
     "llama3-70b": "config=llama_70b.yaml",
     "llama3-405b": "config=llama_405b.yaml",
     "kf-13b": "config=llama_8b.yaml model.dim=5120 model.n_layers=40 model.n_heads=40 model.ffn_dim=17920",
 }
-PLANS = {"torchtitan": torchtitan_plan, "KempnerForge": kempnerforge_plan}
-WORKLOADS = {"torchtitan": torchtitan_workload, "KempnerForge": kempnerforge_workload}
-REDUCE_GRADIENTS = {"torchtitan": "every_micro_batch", "KempnerForge": "last_micro_batch"}
+# by the first word of the source; torchao's runs are torchtitan's
+PLANS = {"torchtitan": torchtitan_plan, "KempnerForge": kempnerforge_plan, "torchao": torchtitan_plan}
+WORKLOADS = {
+    "torchtitan": torchtitan_workload,
+    "KempnerForge": kempnerforge_workload,
+    "torchao": torchtitan_workload,
+}
+REDUCE_GRADIENTS = {name: "every_micro_batch" for name in PLANS} | {"KempnerForge": "last_micro_batch"}
 FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
 # frameworks whose source states the dtypes of its state, and that it reports reserved memory
 MEMORY_OF = frozenset({"torchtitan"})
@@ -69,6 +80,7 @@ class PublishedRun:
     `peak_memory_gib` 0: not published."""
 
     source: str
+    gpu: str
     n_gpus: int
     gpus_per_node: int
     model: str
@@ -93,7 +105,7 @@ class PublishedRun:
     @property
     def kind(self) -> str:
         """The hardware file to predict the run with."""
-        return KINDS[self.framework]
+        return KINDS[self.gpu]
 
     @property
     def name(self) -> str:
@@ -147,7 +159,8 @@ def published_rows(path: Path = PUBLISHED) -> list[PublishedRun]:
     for run in runs:
         for key, value, known in (
             ("model", run.model, CONFIGS),
-            ("source", run.framework, KINDS),
+            ("source", run.framework, PLANS),
+            ("gpu", run.gpu, KINDS),
             ("matmul_dtype", run.matmul_dtype, FLOAT8),
         ):
             if value not in known:
@@ -185,7 +198,7 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
         [*config_keys(CONFIGS[run.model]), *(f"--{key}={value}" for key, value in keys.items())]
     )
     plan = plan_run(config.job, run.n_gpus, run.gpus_per_node)
-    return config, PLANS[run.framework](plan)
+    return config, replace(PLANS[run.framework](plan), attention=ATTENTION[run.gpu])
 
 
 @cache
