@@ -67,10 +67,11 @@ WORKLOADS = {
     "KempnerForge": kempnerforge_workload,
     "torchao": torchtitan_workload,
 }
-REDUCE_GRADIENTS = {name: "every_micro_batch" for name in PLANS} | {"KempnerForge": "last_micro_batch"}
+REDUCE_GRADIENTS = dict.fromkeys(PLANS, "every_micro_batch") | {"KempnerForge": "last_micro_batch"}
 FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
 # frameworks whose source states the dtypes of its state, and that it reports reserved memory
 MEMORY_OF = frozenset({"torchtitan"})
+FITTED = frozenset({"h100-500w-torchtitan", "h200-kempnerforge"})  # hardware files with constants of the fit
 ORDERED_APART = 1.10  # rows of one source that differ by a larger factor must be predicted in the right order
 
 
@@ -139,11 +140,12 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class PublishedComparison:
-    """The comparison of all published runs: tokens per second per GPU; reserved memory in GiB, of runs whose
-    source states the dtypes of its state; and pairs of one source predicted in the wrong order, the faster
-    first."""
+    """The comparison of all published runs: tokens per second per GPU, by the files of frameworks, and where
+    there is none by data sheets; reserved memory in GiB, of runs whose source states the dtypes of its
+    state; and pairs of one source predicted in the wrong order, the faster first."""
 
     speed: tuple[ComparedRun, ...]
+    by_data_sheet: tuple[ComparedRun, ...]
     memory: tuple[ComparedRun, ...]
     wrong_order: tuple[tuple[PublishedRun, PublishedRun], ...]
 
@@ -256,11 +258,15 @@ def compare_published(runs: Sequence[PublishedRun]) -> PublishedComparison:
     speed = tuple(
         ComparedRun(run, predict_tokens_per_s(run, kinds[run.kind]), run.tokens_per_s_per_gpu) for run in runs
     )
+    fitted, by_sheet = (
+        tuple(row for row in speed if (row.run.kind in FITTED) == known) for known in (True, False)
+    )
     known = [run for run in runs if run.peak_memory_gib and run.framework in MEMORY_OF]
     memory = tuple(
         ComparedRun(run, predict_reserved_gib(run, kinds[run.kind]), run.peak_memory_gib) for run in known
     )
-    return PublishedComparison(speed, memory, tuple((a.run, b.run) for a, b in wrong_order(speed)))
+    order = tuple((a.run, b.run) for a, b in wrong_order(speed))
+    return PublishedComparison(fitted, by_sheet, memory, order)
 
 
 def wrong_order(rows: Iterable[ComparedRun]) -> list[tuple[ComparedRun, ComparedRun]]:
@@ -297,9 +303,14 @@ def published_figures(comparison: PublishedComparison) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "wrong_order": [[fast.name, slow.name] for fast, slow in comparison.wrong_order]
     }
-    for name, rows in (("tokens_per_s_per_gpu", comparison.speed), ("reserved_gib", comparison.memory)):
+    for name, rows in (
+        ("tokens_per_s_per_gpu", comparison.speed),
+        ("by_data_sheet", comparison.by_data_sheet),
+        ("reserved_gib", comparison.memory),
+    ):
         figures[name] = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
-        figures[f"{name}_mean_error"], figures[f"{name}_worst_error"] = mean_error(rows), worst_error(rows)
+        if rows:
+            figures |= {f"{name}_mean_error": mean_error(rows), f"{name}_worst_error": worst_error(rows)}
     return figures
 
 
@@ -310,14 +321,18 @@ def published_text(comparison: PublishedComparison) -> str:
         f"pairs of one source that differ by more than {ORDERED_APART - 1:.0%} and are predicted in the "
         f"wrong order: {len(wrong)}"
     )
+    parts = [
+        ("tokens per second per GPU", "speed", comparison.speed, ",.0f"),
+        ("same, by data sheets", "by data sheets", comparison.by_data_sheet, ",.0f"),
+        ("reserved GiB", "memory", comparison.memory, ".1f"),
+    ]
     return "\n\n".join(
         [
-            _table("tokens per second per GPU", comparison.speed, ",.0f"),
-            _table("reserved GiB", comparison.memory, ".1f"),
-            _summary("speed", comparison.speed),
-            _summary("memory", comparison.memory),
+            *(_table(title, rows, form) for title, _, rows, form in parts),
+            *(_summary(name, rows) for _, name, rows, _ in parts if rows),
             "\n".join([order, *wrong]),
-            "Constants were fitted to these rows: `python -m benchmarks.fit` has the errors on unseen rows.",
+            "Constants were fitted to all rows but those by data sheets: `python -m benchmarks.fit` has the "
+            "errors on unseen rows.",
         ]
     )
 

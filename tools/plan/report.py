@@ -76,7 +76,8 @@ def find_kind(name: str, option: str) -> Hardware:
         ) or difflib.get_close_matches(name, kinds, n=1, cutoff=0.3)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f"{option}={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}"
+            f"{option}={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}. "
+            "python -m tools.plan --gpu list describes them"
         )
     return kinds[name]
 
@@ -165,6 +166,7 @@ def _predicted(report: PlanReport) -> dict[str, Any]:
         "mfu": prediction and prediction.mfu,
         "mfu_causal": prediction and prediction.mfu_causal,
         "bound": prediction and _bound(report.machines.kind, prediction),
+        "source": prediction and report.machines.kind.source,
         "errors": prediction and list(map(asdict, speed_errors(*report.where))),
         "fits": None if prediction is None else not report.fit_error,
     }

@@ -50,7 +50,7 @@ def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     hardware = _find_hardware(options, job, max(counts))
     rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
     if options.json:
-        print(json.dumps({"sweep": rows}, indent=2))
+        print(json.dumps({"sweep": rows, "source": hardware.source}, indent=2))
         return
     lines = map(": ".join, trust(hardware, max(counts), options.gpus_per_node))
     print("\n\n".join([scaling.as_text(rows, options.tokens), "\n".join(lines)]))
