@@ -43,16 +43,15 @@ def kind_of_run(cores: int, gpus: int, per_node: int) -> str:
 
 
 def speed_errors(hardware: Hardware, gpus: int, per_node: int) -> Sequence[Accuracy]:
-    """Return the errors of predictions of such runs, by a data sheet those of this GPU or of unseen ones; and
-    of several GPUs those on unseen clusters."""
+    """Return the errors of such runs, by a data sheet those of its GPU or of unseen ones, and of clusters."""
     errors, kind = load_errors(), kind_of_run(hardware.cores, gpus, per_node)
     of_runs = errors.get(hardware.name, errors[UNSEEN_GPU]) if hardware.is_bound else errors[kind]
     return [of_runs] if kind in (CPU, ONE_GPU) else [of_runs, errors[UNSEEN]]
 
 
 def trust(hardware: Hardware, gpus: int, per_node: int) -> Iterator[tuple[str, str]]:
-    """Yield what stands beside every predicted speed: its errors, and of a machine of which only the data sheet
-    is known that this is a bound, and what is expected."""
+    """Yield what stands beside every predicted speed: its errors, and of a machine of which only the data
+    sheet is known that this gives a bound, and how much of it is expected."""
     yield "errors", "; ".join(map(str, speed_errors(hardware, gpus, per_node)))
     if hardware.is_bound:
         expected = f"{hardware.reached:.0%} of it is expected, as published runs on H100s reached"

@@ -148,9 +148,8 @@ class Hardware:
     @property
     def source(self) -> str:
         """Where the speeds that it predicts are from."""
-        if self.is_bound:
-            return "data sheet, an upper bound"
-        return "measured here" if self.device_names or self.cores else "fitted to published runs"
+        known = "measured here" if self.device_names or self.cores else "fitted to published runs"
+        return "data sheet, an upper bound" if self.is_bound else known
 
     def attention_shares(self, kernel: str, dtype: str) -> tuple[float, float]:
         """Return the shares of a kernel in a dtype, or those of the best one if they are not listed."""

@@ -3,8 +3,7 @@ without a GPU or a process group.
 
 With `--parallel.plan=auto` the planner chooses the plan. `--min-gpus` finds the fewest GPUs, `--sweep` plans
 for a range of them, and `--check` compares the prediction with the real code. `--compare` compares DDP, FSDP
-and HSDP. `python -m tools.plan diff A.yaml B.yaml` lists the differences between two plan files, and
-`python -m tools.plan --gpu list` the kinds of machines.
+and HSDP. `tools.plan diff A.yaml B.yaml` compares two plan files; `tools.plan --gpu list` lists the machines.
 """
 
 import argparse
