@@ -114,7 +114,7 @@ class PublishedRun:
         parts = [
             self.framework,
             f"{self.model} seq {self.seq_len} x {self.micro_batch}",
-            f"{self.n_gpus} GPUs",
+            f"{self.n_gpus} {self.gpu}",
             f"tp {self.tp}" if self.tp > 1 else "",
             self.activation_checkpoint,
             self.matmul_dtype,

@@ -77,10 +77,8 @@ def test_the_configs_own_plan_is_swept_too(capsys: Output) -> None:
     assert max(bars) == 30
     assert min(bars) >= 1
     assert len(bars) + len(reasons.splitlines()) == 7
-    assert [line.partition(";")[0][:37] for line in trust.splitlines()] == [
-        "errors: h100-sxm: 8% on average, 19% ",
-        "from the data sheet: an upper bound",
-    ]
+    assert trust.startswith("errors: h100-sxm: ")
+    assert "\nfrom the data sheet: an upper bound; " in trust
     assert document["source"] == "data sheet, an upper bound"
 
 
