@@ -123,7 +123,7 @@ def time_to_train(rate: float, machines: Machines, tokens: float) -> dict[str, f
     failures; and the fewest and the most days by the errors of such predictions."""
     gpus = machines.processes
     seconds, errors = tokens / (rate * gpus), speed_errors(machines.kind, gpus, machines.per_node)
-    longest, shortest = max(e.highest for e in errors), min(e.lowest for e in errors)
+    longest, shortest = max(e.highest for e in errors), min(0.0, *(e.lowest for e in errors))
     return {
         "tokens": tokens,
         "days": seconds / DAY_S,
