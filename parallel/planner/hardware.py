@@ -100,8 +100,8 @@ class Hardware:
             node, or between nodes
         reserved_share, reserved_gib: memory that the allocator reserves beyond its predicted pools (on a CPU
             beyond the peak), as a share of them, and fixed memory of the process, in GiB
-        reached: the speed that published runs on machines of this data sheet reached, as a share of the one
-            that all other keys predict, which is a bound; 1 for a machine that was measured
+        reached: the speed that published runs on machines of this data sheet, or of the H100's, reached, as a
+            share of the one that all other keys predict, which is a bound; 1 for a machine that was measured
         cores: number of cores of a CPU, which its processes share; 0 if each process has its own device. A
             CPU's rates are those of one core while the others are equally busy: a process gets
             cores / processes of them
@@ -144,6 +144,12 @@ class Hardware:
     def is_bound(self) -> bool:
         """Whether nothing that was measured on such a machine is in it."""
         return self.reached != 1.0 and self.correction == 1.0
+
+    @property
+    def source(self) -> str:
+        """Where the speeds that it predicts are from."""
+        known = "measured here" if self.device_names or self.cores else "fitted to published runs"
+        return "data sheet, an upper bound" if self.is_bound else known
 
     def attention_shares(self, kernel: str, dtype: str) -> tuple[float, float]:
         """Return the shares of a kernel in a dtype, or those of the best one if they are not listed."""

@@ -3,8 +3,8 @@ without a GPU or a process group.
 
 With `--parallel.plan=auto` the planner chooses the plan. `--min-gpus` finds the fewest GPUs, `--days` the
 fewest that are in time, `--sweep` plans for a range of them, and `--check` compares the prediction with the
-real code. `--compare` compares DDP, FSDP and HSDP. `python -m tools.plan diff A.yaml B.yaml` lists the
-differences between two plan files.
+real code. `--compare` compares DDP, FSDP and HSDP. `tools.plan diff A.yaml B.yaml` compares two plan files;
+`tools.plan --gpu list` lists the machines.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from meshwright.tools.cli import (
     positive,
     run_tool,
 )
+from meshwright.tools.plan.kinds import list_kinds
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments[:1] == ["diff"]:
         compare_files(make_diff_parser().parse_args(arguments[1:]))
         return
+    if show_kinds(arguments):
+        return
     options, job = read_options(arguments)
     from meshwright.tools.plan import show  # late: -h and mistakes are answered before torch is imported
 
@@ -46,6 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show.show_sweep(options, job)
     elif show.show_plan(options, job):
         sys.exit(EXIT_DIFFERS)
+
+
+def show_kinds(arguments: Sequence[str]) -> bool:
+    """Print the kinds of machines if the arguments are those of --gpu list, and return whether they are."""
+    parser = _PlanParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu")
+    parser.add_argument("--json", action="store_true")
+    options, others = parser.parse_known_args(arguments)
+    if options.gpu != LIST:
+        return False
+    if others:
+        raise ConfigError(f"--gpu {LIST} prints all kinds, without a plan: remove {' '.join(others)}")
+    print(list_kinds(options.json))
+    return True
 
 
 def compare_files(options: argparse.Namespace) -> None:
@@ -61,7 +78,7 @@ def compare_files(options: argparse.Namespace) -> None:
         print(f"{options.a} -> {options.b}", *lines, sep="\n")
 
 
-PROG = "tools.plan"
+PROG, LIST = "tools.plan", "list"
 HOW_MANY = ("min_gpus", "days", "sweep")  # which search for a number of GPUs
 NEED_GPU = ("tokens", "timeline", *HOW_MANY)
 NEED_TOKENS = ("days", "price")
@@ -121,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
     how_many("--sweep", metavar="gpus=A..B", help="a line for A GPUs, 2A, 4A, ... up to B")
     add_node_option(parser)
     kinds = ", ".join(load_hardware())
-    add("--gpu", metavar="KIND", help=f"predict time, and whether it fits: {kinds}, or here")
+    add("--gpu", metavar="KIND", help=f"predict time, and whether it fits: {kinds}, here; {LIST}: print them")
     add("--uncorrected", action=flag, help="with --gpu here: leave out what this machine's runs correct")
     add("--tokens", type=number_from(1), metavar="T", help="time to train on as many, as 1e12")
     add("--price", type=number_from(0.01), metavar="P", help="of a GPU hour: what --tokens cost")
@@ -167,15 +184,15 @@ def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
                 raise ConfigError(
                     f"{_option(name)}: not available with --{option}, {reason}: remove the option"
                 )
-    plan, kinds = job.parallel.plan, ", ".join(load_hardware())
+    plan, kinds = job.parallel.plan, ", ".join([*load_hardware(), f"here (--gpu {LIST} describes them)"])
     if options.gpu == "":
-        raise ConfigError(f"--gpu has no value: use one of {kinds}, here, or omit it")
+        raise ConfigError(f"--gpu has no value: use one of {kinds}, or omit it")
     if options.uncorrected and options.gpu != "here":
         raise ConfigError("--uncorrected needs --gpu here: no other machine has runs to correct it")
     from_file = plan not in ("auto", "manual")
     for name in NEED_GPU:
         if getattr(options, name) and not options.gpu:
-            raise ConfigError(f"{_option(name)} needs --gpu KIND, one of {kinds}, or --gpu here")
+            raise ConfigError(f"{_option(name)} needs --gpu KIND, one of {kinds}")
         if getattr(options, name) and from_file and name in HOW_MANY:
             raise ConfigError(
                 f"{_option(name)}: parallel.plan={plan} is a file for one number of GPUs: use auto or manual"
@@ -184,9 +201,7 @@ def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
         if getattr(options, name) and not options.tokens:
             raise ConfigError(f"{_option(name)} needs --tokens T, the number to train on, such as 1e12")
     if plan == "auto" and not options.gpu and not options.compare:
-        raise ConfigError(
-            f"parallel.plan=auto needs --gpu KIND to predict memory and speed, one of {kinds}, here"
-        )
+        raise ConfigError(f"parallel.plan=auto needs --gpu KIND to predict memory and speed, one of {kinds}")
 
 
 def _option(name: str) -> str:

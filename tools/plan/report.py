@@ -50,7 +50,7 @@ class Goal:
         time = {
             "tokens": self.tokens,
             "days": days,
-            "fewest_days": days * (1 + min(e.lowest for e in errors)),
+            "fewest_days": days * (1 + min(0.0, *(e.lowest for e in errors))),
             "most_days": days * (1 + max(e.highest for e in errors)),
             "gpu_days": gpus * days,
             "gpu_hours": gpus * days * DAY_S / HOUR_S,
@@ -111,7 +111,8 @@ def find_kind(name: str, option: str) -> Hardware:
         ) or difflib.get_close_matches(name, kinds, n=1, cutoff=0.3)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f"{option}={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}"
+            f"{option}={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}. "
+            "python -m tools.plan --gpu list describes them"
         )
     return kinds[name]
 
@@ -211,6 +212,7 @@ def _predicted(report: PlanReport) -> dict[str, Any]:
         "mfu": prediction and prediction.mfu,
         "mfu_causal": prediction and prediction.mfu_causal,
         "bound": prediction and _bound(report.machines.kind, prediction),
+        "source": prediction and report.machines.kind.source,
         "errors": prediction and list(map(asdict, speed_errors(*report.where))),
         "fits": None if prediction is None else not report.fit_error,
     }

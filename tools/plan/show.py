@@ -57,7 +57,7 @@ def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     with progress() as seconds:
         rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, goal)
     if options.json:
-        print(json.dumps({"sweep": rows, "seconds": seconds}, indent=2))
+        print(json.dumps({"sweep": rows, "source": hardware.source, "seconds": seconds}, indent=2))
         return
     lines = map(": ".join, trust(hardware, max(counts), options.gpus_per_node))
     print("\n\n".join([scaling.as_text(rows), "\n".join(lines)]))

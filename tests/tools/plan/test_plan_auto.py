@@ -44,6 +44,7 @@ FIGURES = {
     "mfu",
     "mfu_causal",
     "bound",
+    "source",
     "errors",
     "fits",
 }
@@ -86,7 +87,26 @@ def test_a_plan_of_ones_own_has_figures(capsys: Output) -> None:
     bound, reached = predicted["bound"], load_hardware()["h100-sxm"].reached
     assert bound["step_time_s"] == pytest.approx(reached * predicted["step_time_s"])
     assert bound["tokens_per_s_per_gpu"] == pytest.approx(predicted["tokens_per_s_per_gpu"] / reached)
-    assert [errors["rows"] for errors in predicted["errors"]] == ["one node", "clusters it has not seen"]
+    assert [errors["rows"] for errors in predicted["errors"]] == ["h100-sxm", "clusters it has not seen"]
+
+
+def test_kinds_are_listed_and_a_data_sheet_says_so_beside_a_speed(capsys: Output) -> None:
+    main(["--gpu", "list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(load_hardware())
+    kinds = document(capsys, "--gpu=list")["kinds"]
+    compared = {row["kind"]: row["errors"] and row["errors"]["runs"] for row in kinds}
+    assert (compared["b200"], compared["l40s"], compared["h200-kempnerforge"]) == (2, None, 7)
+    sources = {row["kind"]: row["source"] for row in kinds}
+    assert (sources["cpu"], sources["h200-kempnerforge"]) == ("measured here", "fitted to published runs")
+    bounds = [kind for kind, source in sources.items() if source == "data sheet, an upper bound"]
+    assert {"a100-40gb", "b200", "gb200", "l40s", "rtx-4090"} < set(bounds)
+    for kind in bounds:
+        main([*FREE, "--gpus=1", f"--gpu={kind}"])
+        text = capsys.readouterr().out
+        unseen = kind if compared[kind] else "GPUs it has not seen"
+        assert re.search(rf"\ntokens/s per GPU .*, at most .*\n  errors +{unseen}: ", text)
+        assert re.search(r"\n  from the data sheet +an upper bound; 78% of it is expected", text)
 
 
 @pytest.mark.sampled(3, day=1)
@@ -238,6 +258,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["--gpus=4", "--min-gpus", H100], "--min-gpus ... not allowed ... --gpus"),
     (["--gpus=4", "--parallel.plan=auto"], "parallel.plan=auto needs --gpu KIND ... a100-80gb"),
     (["--gpus=4", "--parallel.plan=auto", "--gpu=h10"], "Did you mean h100"),
+    (["--gpu=list"], "--gpu list ... remove --config=llama_debug"),
+    (["--gpus=4", "--gpu=h10"], "--gpu list"),
     (["--min-gpus"], "--min-gpus needs --gpu KIND"),
     (["--gpus=4", "--timeline=step.svg"], "--timeline needs --gpu KIND"),
     (["--gpus=4", "--timline=step.svg"], "unknown option --timline ... mean --timeline"),

@@ -81,7 +81,9 @@ def test_the_configs_own_plan_is_swept_too(capsys: Output) -> None:
     assert max(bars) == 30
     assert min(bars) >= 1
     assert len(bars) + len(reasons.splitlines()) == 7
-    assert trust.splitlines()[0].startswith("errors: several nodes: ")
+    assert trust.startswith("errors: h100-sxm: ")
+    assert "\nfrom the data sheet: an upper bound; " in trust
+    assert document["source"] == "data sheet, an upper bound"
 
 
 def test_nothing_possible_is_an_error_with_every_reason() -> None:
