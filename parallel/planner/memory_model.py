@@ -425,8 +425,8 @@ def least_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
                 before += sizes.reduction(of_head, True)[0] * plan.mesh.shards - sizes.gathered(of_head)
     ahead = prefetch_schedule(plan, "forward")
     gathering = max(sum(map(sizes.buffer, (unit, *ahead[unit.name]))) for unit in plan.units)
-    moments = common + at_head, common + before, state + gradients
-    return LeastMemory(*map(int, moments), 0 if leaves else gathering)
+    buffers = 0 if leaves else gathering
+    return LeastMemory(int(common + at_head), int(common + before), int(state + gradients), buffers)
 
 
 def host_memory(plan: Plan, work: ModelWorkload) -> HostMemory:

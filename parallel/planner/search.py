@@ -24,6 +24,7 @@ from meshwright.parallel.planner.bounds import Bounds, make_chosen
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import HostMemory, Machines
 from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
+from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.search_space import CHECKPOINTING, Choices, combinations
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
@@ -152,8 +153,9 @@ class _Search:
         self.config, self.model, self.shape, self.machines = config, model, shape, machines
         self.trace, self.blocks = trace, count_blocks(config, model)
         self.bounds = Bounds(config, model, shape, machines, trace)
-        self.open = list[Candidate]()  # those that fit by their bounds, the fastest last
+        self.open, self.bounded = list[Candidate](), 0  # those that fit by their bounds, the fastest last
         self.ranked, self.does_not_fit = list[Candidate](), list[Candidate]()
+        self.leanest = dict[Choices, Choices]()  # the first of those that compute the same
         self.complete = cache(self.make_complete)
         self.memory = cache(lambda choices: predict_step_memory(*self.complete(choices)))
         self.least_needs = cache(self.find_least_needs)
@@ -162,12 +164,14 @@ class _Search:
     def run(self) -> SearchResult:
         """Bound all legal plans, then predict those that can be the best, and some alternatives to it."""
         for candidate in self.legal_candidates():
+            self.bounded += 1
+            clock.done = f"{self.bounded:,} plans bounded"
             (self.open if candidate.at_least or self.fits(candidate) else self.does_not_fit).append(candidate)
-        self.open.sort(key=lambda c: (c.rate(), self.complexity(c.choices)))
-        while candidate := self.next_candidate():
-            self.predict(candidate)
-        while candidate := self.next_alternative():
-            self.predict(candidate)
+        self.open.reverse()
+        self.open.sort(key=lambda c: c.rate())  # of equals the simplest last
+        for choose in (self.next_candidate, self.next_alternative):
+            while chosen := choose():
+                self.predict(chosen)
         self.does_not_fit.sort(key=attrgetter("needed_bytes"))
         if not self.ranked:
             nearest = [c if c.memory else self.evaluate(c) for c in self.does_not_fit[:NEAREST]]
@@ -205,12 +209,13 @@ class _Search:
         return None if simplest.rate() > fastest.rate() * (1 - EQUAL) else fastest
 
     def next_alternative(self) -> Candidate | None:
-        """Return the fastest candidate, by its bound, that computes or exchanges something else than all that
-        were predicted; None if there are enough."""
-        known = {candidate.choices.computed for candidate in self.ranked}
+        """Return the fastest candidate, by its bound, that differs from all that were predicted in more than
+        the number of blocks and when units gather and reduce; None if there are enough."""
+        known = {with_blocks(candidate.choices.computed, 0) for candidate in self.ranked}
         if not known or len(known) > ALTERNATIVES:
             return None
-        return next((c for c in reversed(self.open) if c.choices.computed not in known), None)
+        others = (c for c in reversed(self.open) if with_blocks(c.choices.computed, 0) not in known)
+        return next(others, None)
 
     def predict(self, candidate: Candidate) -> None:
         """Move a candidate from the open ones to those that are ranked or do not fit; one whose number of
@@ -219,6 +224,7 @@ class _Search:
         if not candidate.at_least:
             evaluated = self.evaluate(candidate)
             (self.ranked if evaluated.timeline else self.does_not_fit).append(evaluated)
+            clock.done = f"{self.bounded:,} plans bounded, {len(self.ranked)} that fit predicted"
         elif settled := self.settle_blocks(candidate):
             insort(self.open, settled, key=lambda c: c.rate())
 
@@ -249,16 +255,21 @@ class _Search:
             raise (on_hosts or mistakes)[0]
 
     def candidate(self, choices: Choices) -> Candidate:
-        """Return the candidate of the choices, by its bounds. Raises PlanError if they are not legal."""
-        bounds = self.bounds
-        plan, host = bounds.plan(choices), bounds.host(choices)
-        needed_bytes = max(self.least_needs(choices)) + self.machines.kept_bytes(host)
-        candidate = Candidate(choices, plan, math.inf, needed_bytes, host)
-        return (
-            replace(candidate, lower_bound_s=bounds.load(choices).seconds)
-            if self.fits(candidate)
-            else candidate
+        """Return the candidate of the choices, by its bounds. If those that compute the same and were tried
+        first, which need the least, do not fit, none does. Raises PlanError if the choices are not legal."""
+        bounds, machines = self.bounds, self.machines
+        host, leanest = bounds.host(choices), self.leanest.setdefault(choices.computed, choices)
+        kept = machines.kept_bytes(host)
+        if not machines.fits(needed := max(self.least_needs(leanest)) + kept, host):
+            return Candidate(choices, bounds.plan(leanest), math.inf, needed, host)
+        candidate = Candidate(
+            choices,
+            bounds.plan(choices),
+            bounds.load(choices).seconds,
+            max(self.least_needs(choices)) + kept,
+            host,
         )
+        return candidate if self.fits(candidate) else replace(candidate, lower_bound_s=math.inf)
 
     def find_least_needs(self, choices: Choices) -> tuple[int, ...]:
         """Return what a process needs at the moments of `LeastMemory`."""
@@ -271,17 +282,16 @@ class _Search:
         blocks. None if all are needed, the mode has no partial form, or the config sets the number."""
         if choices.activation_checkpoint not in PARTIAL_MODES or self.blocks < 2:
             return None
+        available = self.machines.available_bytes
         if self.config.activation_checkpoint_blocks != "auto":
             return None
-        (kept, *_), (treated, *others) = map(self.least_needs, (with_none(choices), choices))
-        excess = kept - self.machines.available_bytes
-        share = max(excess / max(kept - treated, 1), 1 / self.blocks)
-        if (
-            max(others) > self.machines.available_bytes
-            or (count := math.ceil(share * self.blocks)) >= self.blocks
-        ):
+        if any(max(self.least_needs(all_)) > available for all_ in (self.leanest[choices.computed], choices)):
             return None
-        needed = min(kept, self.machines.available_bytes)
+        kept, treated = (self.least_needs(each)[0] for each in (with_none(choices), choices))
+        share = max((kept - available) / max(kept - treated, 1), 1 / self.blocks)
+        if (count := math.ceil(share * self.blocks)) >= self.blocks:
+            return None
+        needed = min(kept, available)
         seconds = self.some_blocks_s(choices, count)
         plan, host = self.bounds.plan(choices), self.bounds.host(choices)
         host = replace(host, activations=int(host.activations * (count - 1) / (self.blocks - 1)))
