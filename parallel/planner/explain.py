@@ -33,9 +33,8 @@ def _memory(choice: SearchResult, machines: Machines) -> Iterator[str]:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     yield (
         f"{tried} plans tried: {len(choice.does_not_fit)} too large for the memory, {len(choice.pruned)} "
-        "slower, or in a tie and less simple, by a bound of their step in which nothing waits, "
-        f"{len(choice.ranked)} predicted; this plan needs {_of_available(choice.best, machines)}, including "
-        "allocator overhead"
+        f"slower even if nothing in them waits, or less simple in a tie, {len(choice.ranked)} predicted; this "
+        f"plan needs {_of_available(choice.best, machines)}, including allocator overhead"
     )
     if max(candidate.rate() for candidate in choice.ranked) > choice.best.rate():
         yield f"plans within {EQUAL:.0%} of the fastest count as equal; this is the simplest of them"

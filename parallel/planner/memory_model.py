@@ -12,6 +12,7 @@ reduce-scatter stream, and casts of gradients that were summed over replicas on 
 other tensors on the compute stream.
 """
 
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from math import prod
 from operator import attrgetter
@@ -411,13 +412,15 @@ def least_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
     kept = sum(size * work.count(name) for name, size in saved.items() if name not in sent)
     common = state + summed + gathered + kept
     head, last = work.modules[work.logits], next(reversed(saved), "")
-    at_head = max(live.at(micro_batch_size) for live in head.forward.live_bytes + head.backward.live_bytes)
-    before = 0.0
+
+    def most(moments: Iterable[Linear]) -> float:
+        return max((moment.at(micro_batch_size) for moment in moments), default=0.0)
+
+    at_head, before = most(head.forward.live_bytes + head.backward.live_bytes), 0.0
     if last:
         (unit,) = (unit for unit in plan.units if last in unit.modules)
         fetched = sum(saved[name] for name, following in sent.items() if following == last)
-        live = max(moment.at(micro_batch_size) for moment in work.modules[last].backward.live_bytes)
-        before = fetched + live - saved[last]
+        before = fetched + most(work.modules[last].backward.live_bytes) - saved[last]
         if not leaves:
             before += sizes.gathered(unit) * regathered(unit)
             of_head = plan.units[-1]
