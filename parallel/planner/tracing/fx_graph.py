@@ -7,7 +7,7 @@ operator, with two micro batches.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice
 from operator import or_
 from typing import Any
@@ -373,11 +373,12 @@ def _record_body(code: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Cust
     """Return the body of an operator, and whether it runs more operations for more rows."""
     runs = []
     for sequences in RECORDED_SEQUENCES:
-        arguments, options = tree_map_only(_Argument, lambda x: x.empty(sequences), (args, kwargs))
+        arguments, options = tree_map_only(
+            _Argument, partial(_Argument.empty, sequences=sequences), (args, kwargs)
+        )
         with torch.no_grad():
             recorded, result = record_call(
-                lambda: code(*arguments, **options),
-                tree_leaves((arguments, options)),
+                partial(code, *arguments, **options), tree_leaves((arguments, options))
             )
         runs.append((recorded, [tensor.untyped_storage().nbytes() for tensor in tree_leaves(result)]))
     phases, results = zip(*runs, strict=True)
