@@ -89,7 +89,7 @@ def fuse(values: Mapping[Node, Value], elements: Mapping[Node, int]) -> dict[Nod
     for node, reads in _stored_values(values).items():
         loop, part_of = values[node].loop, values[node].part_of
         kernels[node] = kernel = Kernel({node: reads}, reads, [loop] if loop else [])
-        producers = {kernels[source] for source in reads if source in kernels}
+        producers = dict.fromkeys(kernels[source] for source in sorted(reads) if source in kernels)
         for producer in sorted(producers, key=lambda each: -sum(elements[n] for n in each.nodes)):
             if producer.nodes[0] is part_of or (
                 _can_follow(producer, kernel) and _is_independent(producer, kernel, kernels)
