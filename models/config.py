@@ -112,6 +112,6 @@ class LlamaConfig:
 
     @property
     def of_one_block(self) -> "LlamaConfig":
-        """The shape whose modules compute what those of all lengths do: all blocks are alike, and position
-        tables are arguments of them."""
-        return replace(self, n_layers=1, rope_scaling=None)
+        """The shape whose modules compute what those of all lengths do: all blocks are alike, position tables
+        are arguments of them, and the other values are constants."""
+        return replace(self, n_layers=1, max_seq_len=1, rope_theta=1.0, rope_scaling=None, norm_eps=1.0)

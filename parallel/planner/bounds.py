@@ -83,7 +83,7 @@ class Bounds:
     def _shorten(self, choices: Choices) -> _Short:
         """Leave out the inner ones of equal blocks."""
         plan = make_chosen(self._config, self._model, self._shape, choices)
-        rows = inner_blocks(plan, self._trace(_of_one_sequence(plan)).kind, EDGE)
+        rows = inner_blocks(plan, self._trace(of_one_sequence(plan)).kind, EDGE)
         left_out = frozenset[str]().union(*(row.blocks for row in rows))
         config, requested = self._config, choices.activation_checkpoint_blocks
         if requested:
@@ -94,7 +94,7 @@ class Bounds:
         return _Short(config, shortened(self._model, left_out), repeats)
 
     def _traced(self, choices: Choices) -> ModelWorkload:
-        work = self._trace(_of_one_sequence(self._made(choices)))
+        work = self._trace(of_one_sequence(self._made(choices)))
         return replace(work, repeats=self._shorts[choices.activation_checkpoint].repeats)
 
     def _timed(self, choices: Choices) -> StepTimes:
@@ -102,7 +102,8 @@ class Bounds:
         return step_times(self.plan(choices), self._work(choices), machines.kind, machines.per_node)
 
 
-def _of_one_sequence(plan: Plan) -> Plan:
+def of_one_sequence(plan: Plan) -> Plan:
+    """Return the plan with micro batches of one sequence, otherwise as it is."""
     return replace(plan, micro_batch_size=1)
 
 

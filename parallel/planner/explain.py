@@ -33,7 +33,7 @@ def _memory(choice: SearchResult, machines: Machines) -> Iterator[str]:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     yield (
         f"{tried} plans tried: {len(choice.does_not_fit)} too large for the memory, {len(choice.pruned)} "
-        f"slower even if nothing in them waits, or less simple in a tie, {len(choice.ranked)} predicted; this "
+        f"slower even if nothing waits, or less simple in a tie, {len(choice.ranked)} predicted; this "
         f"plan needs {_of_available(choice.best, machines)}, including allocator overhead"
     )
     if max(candidate.rate() for candidate in choice.ranked) > choice.best.rate():

@@ -86,27 +86,37 @@ class Load:
 def step_load(plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> Load:
     """Return the load of a step. `repeats`: number of equal blocks that a block stands for, as in
     `ModelWorkload`."""
-    sink = LoadSink(plan, times, repeats)
-    walk = StepWalk(plan, sink, times.has_backward)
+    walk, busy_s = StepWalk(plan, StepSink(), times.has_backward), dict.fromkeys(STREAMS, 0.0)
+    slowest, ends_s, slowed_s, waited_s = max(times.slowdown.values(), default=0.0), 0.0, 0.0, 0.0
+    # what the compute stream does at most while one block is copied: the phase of another one, and its copies
+    beside_s = {
+        phase: max(
+            (times.units[name].most_copied_s(phase) + times.modules[name].of(phase).device_s)
+            for name in times.offload_s
+        )
+        for phase in (("forward", "backward") if times.offload_s else ())
+    }
     for micro_batch, count in micro_batch_kinds(plan):
-        sink.count = count
+        walk.sink = sink = TaskSink(plan, times)
         walk.forward(micro_batch)
         walk.backward(micro_batch)
-    busy_s, serial_s = sink.busy_s, times.optimizer_s + times.scalars_s
+        computing = [i for i, task in enumerate(sink.tasks[:-1]) if STREAMS[task.lane] == COMPUTE]
+        for i, task in enumerate(sink.tasks):
+            seconds = task.alone_s * count * repeats.get(task.unit, 1)
+            busy_s[task.lane] += seconds
+            if task.lane == OFFLOAD and task.alone_s:
+                waited_s += seconds * max(0.0, 1 - beside_s[task.phase] / task.alone_s)
+            elif STREAMS[task.lane] not in ALONE:
+                slowed_s += times.slowdown[task.lane] * seconds
+                ends_s += seconds * (not computing[0] < i < computing[-1])
+    serial_s = times.optimizer_s + times.scalars_s
     if not times.overlaps:
         return Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, serial_s + sum(busy_s.values()))
-    inside_s = busy_s["tp"] + busy_s["cp"]  # which collectives of other streams do not slow down
-    collectives = {lane: seconds for lane, seconds in busy_s.items() if STREAMS[lane] not in ALONE}
-    slowed_s = sum(times.slowdown[lane] * seconds for lane, seconds in collectives.items())
-    return Load(
-        busy_s[COMPUTE] + inside_s,
-        sink.waited_s,
-        sum(collectives.values()),
-        sink.ends_s,
-        max(0.0, slowed_s - (inside_s + sink.ends_s) * max(times.slowdown.values(), default=0.0)),
-        busy_s[HOST],
-        serial_s,
-    )
+    inside_s = busy_s["tp"] + busy_s["cp"]  # which the collectives of other streams do not slow down
+    collectives_s = sum(seconds for lane, seconds in busy_s.items() if STREAMS[lane] not in ALONE)
+    slowed_s = max(0.0, slowed_s - slowest * (inside_s + ends_s))
+    computing_s = busy_s[COMPUTE] + inside_s
+    return Load(computing_s, waited_s, collectives_s, ends_s, slowed_s, busy_s[HOST], serial_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,62 +336,6 @@ class TaskSink(StepSink):
         self.tasks.append(Task(lane, work, unit, module, phase, alone_s, all_after))
         self._last |= dict.fromkeys(queues, index)
         return index
-
-
-class LoadSink(TaskSink):
-    """The sums of the tasks of a walk through a step, `count` micro batches at once.
-
-    Attributes:
-        busy_s: by lane
-        ends_s: of collectives before the first computing of a micro batch, and after the last
-        waited_s: of copies to and from host memory that outlast the computing of a block
-    """
-
-    def __init__(self, plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> None:
-        super().__init__(plan, times)
-        self.busy_s, self.ends_s, self.waited_s, self.count = defaultdict[str, float](float), 0.0, 0.0, 1
-        self._repeats, self._tail_s, self._computes = repeats, 0.0, False
-        # what the compute stream does while one block is copied: at most one other's phase, and its copies
-        blocks = [(times.units[self._unit_of[name]], times.modules[name]) for name in times.offload_s]
-        self._beside_s = {
-            phase: max(
-                (unit.most_copied_s(phase) + block.of(phase).device_s for unit, block in blocks), default=0
-            )
-            for phase in ("forward", "backward")
-        }
-
-    def end(self, phase: str, micro_batch: MicroBatch) -> None:
-        """Add the collectives since the last computing of a backward."""
-        if phase == "backward":
-            self.ends_s += self._tail_s
-        super().end(phase, micro_batch)
-        self._computes = phase == "forward"
-
-    def _add(
-        self,
-        lane: str,
-        work: str,
-        unit: str,
-        module: str,
-        phase: str,
-        alone_s: float,
-        after: Sequence[int],
-        channel: str = "",
-    ) -> int:
-        self._last[STREAMS[lane]] = 0
-        seconds = alone_s * self.count
-        self.busy_s[lane] += seconds * self._repeats.get(unit, 1)
-        if lane == OFFLOAD:
-            outlasts_s = max(0.0, alone_s - self._beside_s[phase])
-            self.waited_s += outlasts_s * self.count * self._repeats.get(unit, 1)
-        elif STREAMS[lane] not in ALONE:
-            if self._computes:
-                self._tail_s += seconds
-            else:
-                self.ends_s += seconds
-        elif STREAMS[lane] == COMPUTE:
-            self._tail_s, self._computes = 0.0, True
-        return 0
 
 
 def run_tasks(tasks: Sequence[Task], slowdown: Mapping[str, float]) -> list[Span]:

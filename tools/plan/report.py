@@ -26,6 +26,7 @@ from meshwright.train.planning.auto import choose_plan
 from meshwright.train.planning.fit import MAX_PROCESSES, check_fits, fewest_processes
 from meshwright.train.planning.predict import Prediction, check_legal_plans, plan_for, predict, predict_memory
 from meshwright.train.planning.resolve import check_attention
+from meshwright.train.planning.tracing_aside import traced_aside
 from meshwright.train.training import training_flops
 
 HOUR_S, DAY_S = 3600, 86400
@@ -122,7 +123,8 @@ def make_report(job: TrainingJob, machines: Machines, goal: Goal = Goal()) -> Pl
     hardware, choice, prediction, fit_error = machines.hardware, None, None, ""
     advice = tuple[str, ...]()
     if job.parallel.plan == "auto":
-        choice, prediction = choose_plan(job, machines)
+        with traced_aside(job, machines):
+            choice, prediction = choose_plan(job, machines)
         plan = prediction.plan
     else:
         plan = plan_for(job, machines)

@@ -1,6 +1,6 @@
 """What the ranks tell each other on the host, so that all of them do the same."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -19,15 +19,20 @@ from meshwright.train.errors import USER_ERRORS, ConfigError
 T = TypeVar("T")
 
 
-def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T]) -> T:
+def broadcast_from_rank0(ranks: RankInfo, make: Callable[[], T], meanwhile: Iterable[object] = ()) -> T:
     """Call `make` on rank 0 and return its result on every rank; every rank calls this. One of USER_ERRORS is
-    raised on all ranks."""
+    raised on all ranks. `meanwhile`: what this rank does, step by step, as long as rank 0 has not made it."""
     made: list[Any] = [None]
     if ranks.is_main:
         try:
             made = [make()]
         except USER_ERRORS as error:
             made = [error]
+    is_made = dist.broadcast(torch.empty(1), src=0, async_op=True)
+    for _ in meanwhile:
+        if is_made.is_completed():
+            break
+    is_made.wait()
     dist.broadcast_object_list(made, src=0, device=torch.device("cpu"))
     if isinstance(made[0], USER_ERRORS):
         raise made[0]

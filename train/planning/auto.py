@@ -28,6 +28,7 @@ from meshwright.train.planning.predict import (
     search_plans,
 )
 from meshwright.train.planning.resolve import check_device_support, dtype_on_device
+from meshwright.train.planning.tracing_aside import trace_share
 
 
 def choose_for_run(
@@ -55,6 +56,11 @@ def choose_for_run(
         console.print(f"planner: {correction.describe()}")
     corrected = replace(kind, correction=correction.factor)
     machines = this_machine(device, ranks, corrected, smallest_memory(device, ranks.local_world_size))
+    if job.parallel.param_dtype == "auto":
+        job = replace(job, parallel=replace(job.parallel, param_dtype=dtype_on_device(device)))
+    # of rank 0's node those with a core of their own
+    helper, helpers = ranks.rank - 1, min(ranks.local_world_size, usable_cores()) - 1
+    share = trace_share(job, machines, helper, helpers) if 0 <= helper < helpers else ()
 
     def choose() -> tuple[Prediction, int]:
         predicted = replace(_choose_for_device(job, ranks, device, machines), correction=correction)
@@ -62,7 +68,7 @@ def choose_for_run(
         of_process = max(predicted.reserved_bytes, peak_resident_bytes())
         return predicted, predicted.memory.peak_bytes if device.type == "cuda" else of_process
 
-    return broadcast_from_rank0(ranks, choose)
+    return broadcast_from_rank0(ranks, choose, meanwhile=share)
 
 
 def _choose_for_device(
@@ -70,8 +76,6 @@ def _choose_for_device(
 ) -> Prediction:
     """Choose the plan for the processes of this run, on such devices, and predict it."""
     parallel, kind = job.parallel, machines.kind
-    if parallel.param_dtype == "auto":
-        parallel = replace(parallel, param_dtype=dtype_on_device(device))
     if kind.cores:  # a CPU: its rates are of one core, and host memory is the device memory
         cores = min(usable_cores(), ranks.local_world_size * torch.get_num_threads())
         machines = replace(machines, hardware=replace(kind, cores=cores))

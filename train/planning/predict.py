@@ -1,15 +1,19 @@
 """Predicts the memory and the speed of a run."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from functools import cache, partial
+from typing import Any
 
 from meshwright.models.config import LlamaConfig
 from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import PredictedMemory
-from meshwright.parallel.plan.make import RunShape
+from meshwright.parallel.plan.make import RunShape, count_blocks, make_plan
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.bounds import of_one_sequence
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import (
     Hardware,
@@ -21,17 +25,20 @@ from meshwright.parallel.planner.hardware import (
 from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
 from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.search import SearchResult, check_legal, search
-from meshwright.parallel.planner.search_space import least_memory
+from meshwright.parallel.planner.search_space import combinations, least_memory, with_choices
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
 from meshwright.train.config import ModelConfig, TrainingJob
 from meshwright.train.errors import NoPredictionError
 from meshwright.train.model.trained_model import model_of
+from meshwright.train.planning.captures import TraceCase
 from meshwright.train.planning.correction import Correction
 from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
-from meshwright.train.planning.trace_model import model_workload
+from meshwright.train.planning.trace_model import cases_of, model_workload
 from meshwright.train.training import frozen_parameters, training_flops
+
+TRACED_CHOICES = ("tp", "cp", "cp_exchange", "activation_checkpoint", "micro_batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +119,24 @@ def search_plans(job: TrainingJob, machines: Machines, leanest: bool = False) ->
         parallel, shape = least_memory(parallel, shape, len(units.checkpointed))
     with clock.phase("bounds"):
         return search(parallel, units, shape, machines, partial(run_workload, job))
+
+
+def cases_of_search(job: TrainingJob, machines: Machines) -> Iterator[TraceCase]:
+    """Yield what a search for a plan of the job traces for its bounds, in the order of its plans; many cases
+    more than once."""
+    units, shape = model_of(job.model).units, _shape_on(job, machines)
+    frozen, made = _frozen_and_trained(job.model, job.freeze)[0], set[tuple[Any, ...]]()
+    every = combinations(job.parallel, shape, count_blocks(job.parallel, units))
+    for choices in {choices.computed: choices for choices in every}.values():
+        traced = tuple(choices[name] for name in TRACED_CHOICES)
+        if traced in made:
+            continue
+        with contextlib.suppress(PlanError):  # with other degrees of data parallelism it may be legal
+            chosen, sizes = with_choices(job.parallel, shape, choices)
+            plan = of_one_sequence(make_plan(chosen, units, sizes))
+            cases = cases_of(job.model, plan, job.seq_len, frozen, job.document_mask)
+            made.add(traced)
+            yield from (case for case, _ in cases)
 
 
 def check_legal_plans(job: TrainingJob, machines: Machines) -> None:

@@ -1,23 +1,21 @@
-"""Traces a model's workload under a plan, module by module, and caches it on disk: a trace takes seconds and
-depends only on the config, the code and torch.
+"""Traces a model's workload under a plan, module by module; `captures` has what was traced before.
 
 A module is built as one rank has it after the all-gather, with the arguments of its call in a forward of the
 model's example, on fake tensors.
 """
 
-import contextlib
 import copy
+import fnmatch
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -56,42 +54,8 @@ from meshwright.parallel.planner.tracing.trace import (
 )
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase, with_loss
 from meshwright.train.config import ModelConfig
-from meshwright.train.files import write_atomically
 from meshwright.train.model.trained_model import TrainedModel, model_of
-
-
-@dataclass(frozen=True)
-class TraceCase:
-    """Everything that the workload of a module on one rank depends on.
-
-    `model`: of one block if all are alike; `code`: a hash of that of the model; `module`: of `kinds`;
-    `styles`: as in TensorPlan; `frozen`: names of its parameters that are not trained; `float8`: patterns of
-    the linears that multiply in float8; `on_cuda`: by the kernels of CUDA; the other fields are those of Plan
-    and UnitPlan. `sequences`: 1, or 2 for every larger micro batch.
-    """
-
-    model: ModelConfig
-    code: str
-    module: str
-    sequences: int
-    seq_len: int
-    tp: int
-    sequence_parallel: bool
-    styles: tuple[tuple[str, str], ...]
-    dtype: str
-    compiled: bool
-    activation_checkpoint: str
-    saved_ops: tuple[str, ...]
-    activation_budget: float
-    attention: str
-    on_cuda: bool
-    loss_chunk_tokens: int
-    fused_projections: bool
-    frozen: tuple[str, ...]
-    document_mask: bool
-    float8: tuple[str, ...]
-    cp: int
-    context: ContextPlan
+from meshwright.train.planning.captures import TraceCase, remember
 
 
 @cache
@@ -157,7 +121,7 @@ def _build(
         call = call.split(1, case.tp)
     args, kwargs, held = make_arguments(call, dtype)
     tables = () if case.document_mask else tuple(held)  # with a mask they are those of these sequences
-    if f"{model.logits[1]}.".startswith(f"{case.module}.") and model.computes_loss:
+    if _has_loss(model, case.module):
         targets = torch.zeros(sequences, case.seq_len // case.cp, dtype=torch.int64)
         return TracedModule(twin, (args[0], targets), tables=tables)
     return TracedModule(twin, args, kwargs, tables)
@@ -203,27 +167,17 @@ def model_workload(
         seq_len: tokens per sequence
         frozen: names of parameters that are not trained
         document_mask: sequences contain several documents that do not attend to each other
-        folder: caches traces on disk; None: only in this process
+        folder: caches traces on disk; None: none are read or written
 
     Modules of one kind with the same settings are traced once.
     """
-    trained_model = model_of(model)
-    kinds, units = kinds_of(model, seq_len), trained_model.units
-    unit_of = {module: unit for unit in plan.units for module in unit.modules}
-    modules, traced = dict[str, ModuleWorkload](), dict[Any, ModuleWorkload]()
-    parameters_of, output = _parameters_of(model), Linear()
+    trained_model, traced, output = model_of(model), dict[str, ModuleWorkload](), Linear()
+    for case, names in cases_of(model, plan, seq_len, frozen, document_mask):
+        traced |= dict.fromkeys(names, trace_and_keep(case, folder))
+    modules, units = dict[str, ModuleWorkload](), trained_model.units
+    parameters_of = _parameters_of(model)
     for name in plan.modules:
-        if name not in kinds:
-            modules[name] = _of_container([*parameters_of[name].values()], output)
-            continue
-        fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
-        in_block = name in units.checkpointed
-        equal = kinds[name], unit_of[name].settings, fixed, in_block
-        if equal not in traced:
-            masked = document_mask and in_block
-            case = _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len, fixed, masked)
-            traced[equal] = _trace(case, folder)
-        modules[name] = traced[equal]
+        modules[name] = traced.get(name) or _of_container([*parameters_of[name].values()], output)
         output = modules[name].output
     if parameters := count_float8(plan, units.linears):
         blocks = {id(work): work for name, work in modules.items() if name in units.checkpointed}
@@ -236,6 +190,27 @@ def model_workload(
         modules[name] = replace(work, parameters=parameters, weights=weights)
     tables = trained_model.tables(seq_len // plan.mesh.cp)
     return ModelWorkload(modules, {}, seq_len, plan.modules[-1], tables)
+
+
+def cases_of(
+    model: ModelConfig, plan: Plan, seq_len: int, frozen: frozenset[str], document_mask: bool
+) -> Iterable[tuple[TraceCase, list[str]]]:
+    """Return what is traced for a plan, with the names of the modules that it stands for. The arguments are
+    those of `model_workload`."""
+    trained_model = model_of(model)
+    kinds, units = kinds_of(model, seq_len), trained_model.units
+    unit_of = {module: unit for unit in plan.units for module in unit.modules}
+    cases = dict[Any, tuple[TraceCase, list[str]]]()
+    for name in filter(kinds.__contains__, plan.modules):
+        fixed = tuple(sorted(fqn.removeprefix(f"{name}.") for fqn in frozen if fqn.startswith(f"{name}.")))
+        in_block = name in units.checkpointed
+        equal = kinds[name], unit_of[name].settings, fixed, in_block
+        if equal not in cases:
+            masked = document_mask and in_block
+            case = _make_case(trained_model, plan, unit_of[name], kinds[name], seq_len, fixed, masked)
+            cases[equal] = case, []
+        cases[equal][1].append(name)
+    return cases.values()
 
 
 def _of_container(parameters: Sequence[nn.Parameter], output: Linear) -> ModuleWorkload:
@@ -276,32 +251,46 @@ def _make_case(
     frozen: tuple[str, ...],
     document_mask: bool,
 ) -> TraceCase:
+    compiled = _is_compiled(model, module, plan, unit)
+    exchanges = _has_cores(model, module, plan.context.cores)
     return TraceCase(
         model=model.config.of_one_block,
         code=code_of_config(model.config.of_one_block),
         module=module,
-        sequences=min(plan.micro_batch_size, MOST_TRACED_SEQUENCES),
-        seq_len=seq_len,
+        sequences=min(plan.micro_batch_size, MOST_TRACED_SEQUENCES) if compiled else MOST_TRACED_SEQUENCES,
+        seq_len=seq_len if exchanges else seq_len // plan.mesh.cp,
         tp=plan.mesh.tp,
         sequence_parallel=plan.tensor.sequence_parallel,
         styles=tuple(plan.tensor.styles.items()),
         dtype=unit.param_dtype,
-        compiled=_is_compiled(model, module, plan, unit),
+        compiled=compiled,
         activation_checkpoint="none"
         if unit.activation_checkpoint == "offload"
         else unit.activation_checkpoint,
         saved_ops=unit.saved_ops,
         activation_budget=unit.activation_budget,
         attention="math" if plan.attention == "math" else "",  # every fused kernel keeps the same activations
-        on_cuda=plan.attention not in ("", "cpu", "math"),  # else it is not known
-        loss_chunk_tokens=plan.loss_chunk_tokens,
+        on_cuda=not compiled and plan.attention not in ("", "cpu", "math"),  # else it is not known
+        loss_chunk_tokens=plan.loss_chunk_tokens if _has_loss(model, module) else 0,
         fused_projections=plan.fused_projections,
         frozen=frozen,
         document_mask=document_mask,
         float8=plan.float8.linears if module in model.units.checkpointed else (),
-        cp=plan.mesh.cp,
-        context=plan.context,
+        cp=plan.mesh.cp if exchanges else 1,
+        context=plan.context if exchanges else ContextPlan(),
     )
+
+
+def _has_loss(model: TrainedModel, module: str) -> bool:
+    """Whether a module computes the loss itself."""
+    return model.computes_loss and f"{model.logits[1]}.".startswith(f"{module}.")
+
+
+@cache
+def _has_cores(model: TrainedModel, module: str, cores: tuple[str, ...]) -> bool:
+    """Whether a module contains any of attention's cores, around which ranks of cp exchange."""
+    names = [name for name, _ in model.module.get_submodule(module).named_modules(prefix=module)]
+    return any(fnmatch.fnmatchcase(name, core) for core in cores for name in names)
 
 
 def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -> bool:
@@ -313,18 +302,21 @@ def _is_compiled(model: TrainedModel, module: str, plan: Plan, unit: UnitPlan) -
 
 
 @cache
-def _trace(case: TraceCase, folder: Path | None) -> ModuleWorkload:
-    def trace() -> ModuleWorkload:
-        work = _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case), case.on_cuda)
-        model = model_of(case.model)
-        if case.module != model.logits[0] or not model.gives_logits:
-            return work
-        build = partial(_loss_of_logits, module_builder(case))
-        if case.compiled:
-            return with_loss(work, compiled_workload(capture_joint(build, case.sequences)))
-        return with_loss(work, eager_workload(build, case.on_cuda))
+def trace_and_keep(case: TraceCase, folder: Path | None) -> ModuleWorkload:
+    """Return the workload of a case, as `remember` does, and once for all in this process."""
+    return remember(folder, case, partial(trace_case, case))
 
-    return remember(folder, case, trace) if folder else trace()
+
+def trace_case(case: TraceCase) -> ModuleWorkload:
+    """Trace the workload of a case, whether it is known or not."""
+    work = _trace_compiled(case) if case.compiled else eager_workload(_recomputed(case), case.on_cuda)
+    model = model_of(case.model)
+    if case.module != model.logits[0] or not model.gives_logits:
+        return work
+    build = partial(_loss_of_logits, module_builder(case))
+    if case.compiled:
+        return with_loss(work, compiled_workload(capture_joint(build, case.sequences)))
+    return with_loss(work, eager_workload(build, case.on_cuda))
 
 
 def _trace_compiled(case: TraceCase) -> ModuleWorkload:
@@ -370,34 +362,3 @@ def _recomputed(case: TraceCase) -> Callable[[int], TracedModule]:
         return subject
 
     return build
-
-
-# code that a trace depends on
-TRACED_CODE = ("models/**/*.py", "parallel/**/*.py", "train/model/*.py", "train/planning/trace_*.py")
-
-
-def remember(folder: Path, case: object, trace: Callable[[], ModuleWorkload]) -> ModuleWorkload:
-    """Return the workload of a case from `folder`, or trace it and write it there.
-
-    The repr of `case` is the cache key. A file that cannot be read or written is ignored.
-    """
-    key = hashlib.sha256(f"{case!r} {torch.__version__} {_digest_of_code()}".encode()).hexdigest()
-    path = folder / f"work-{key[:32]}.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=ModuleWorkload)
-    except (OSError, ValueError):
-        work = trace()
-    with contextlib.suppress(OSError, ValueError):  # ValueError: not a valid path
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, msgspec.json.encode(work))
-    return work
-
-
-@cache
-def _digest_of_code() -> str:
-    """Return a hash of the code that is traced and of the code that traces it."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for pattern in TRACED_CODE:
-        for path in sorted(root.glob(pattern)):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -7,7 +7,6 @@ operator, with two micro batches.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from itertools import chain, islice
 from operator import or_
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.parallel.operators import (
     COLLECTIVES,
@@ -29,6 +28,7 @@ from meshwright.parallel.operators import (
 )
 from meshwright.parallel.planner.tracing.eager import (
     RECORDED_SEQUENCES,
+    RecordedPhase,
     fit_line,
     join_phases,
     record_call,
@@ -307,32 +307,6 @@ class CustomOpBody:
     phase: Phase
     results: tuple[Linear, ...]
 
-    def times(self, parts: int) -> "CustomOpBody":
-        """Return the body for sequences of so many times as many rows."""
-
-        def scale(size: Linear) -> Linear:
-            return Linear(size.fixed, size.per_sequence * parts)
-
-        operations = tuple(
-            replace(each, flops=scale(each.flops), bytes=scale(each.bytes)) for each in self.phase.operations
-        )
-        phase = Phase(operations, tuple(map(scale, self.phase.live_bytes)))
-        return CustomOpBody(phase, tuple(map(scale, self.results)))
-
-
-@dataclass(frozen=True)
-class _Argument:
-    """A tensor argument: its first size is shape[0] for `sequences`; 0: its shape does not depend on them."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sequences: int
-
-    def empty(self, sequences: int) -> Tensor:
-        """Return such a tensor for a number of sequences."""
-        rows = [size * sequences // self.sequences for size in self.shape[: 1 if self.sequences else 0]]
-        return torch.empty((*rows, *self.shape[len(rows) :]), dtype=self.dtype, device="cpu")
-
 
 def inline_custom_op(
     node: Node, code: Callable[..., Any], fixed: Collection[Node], micro_batch_size: int
@@ -340,50 +314,54 @@ def inline_custom_op(
     """Trace a custom operator's code on fake tensors: the node's arguments, scaled from `micro_batch_size` to
     each of RECORDED_SEQUENCES, except `fixed` ones.
 
-    If the largest number among the arguments divides the rows of a sequence, it may be the rows of a chunk.
-    An operator that then runs more operations for more rows is traced with one chunk per sequence: all do the
-    same.
+    The largest number among the arguments may be the rows of a chunk. An operator that runs more operations
+    for more of them is traced with one chunk per sequence: all chunks do the same.
     """
+    for chunks in (_most_chunks(node, fixed, micro_batch_size), 1):
+        runs = [_run(node, code, fixed, n, micro_batch_size * chunks) for n in RECORDED_SEQUENCES]
+        small, large = (recorded for recorded, _ in runs)
+        if chunks > 1 and len(small.operations) < len(large.operations):
+            break
+    results = zip(*(sizes for _, sizes in runs), strict=True)
 
-    def describe(value: Any, parts: int) -> Any:
+    def scale(size: Linear) -> Linear:
+        return Linear(size.fixed, size.per_sequence * chunks)
+
+    traced = join_phases((small, large))
+    operations = tuple(
+        replace(each, flops=scale(each.flops), bytes=scale(each.bytes)) for each in traced.operations
+    )
+    phase = Phase(operations, tuple(map(scale, traced.live_bytes)))
+    return CustomOpBody(phase, tuple(scale(fit_line(sizes)) for sizes in results))
+
+
+def _most_chunks(node: Node, fixed: Collection[Node], traced: int) -> int:
+    """Return how many times the rows of a sequence have the largest number among the arguments of an
+    operator; 1 if not all arguments have as many rows, or it does not divide them."""
+    leaves = tree_leaves((node.args, node.kwargs))
+    tensors = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, Node) and leaf not in fixed]
+    rows = {tensor.shape[0] / traced for tensor in tensors if tensor.dim()}
+    largest = max((leaf for leaf in leaves if type(leaf) is int), default=0)
+    chunks = min(rows) / largest if largest > 0 and len(rows) == 1 else 1
+    return int(chunks) if chunks > 1 and chunks.is_integer() else 1
+
+
+def _run(
+    node: Node, code: Callable[..., Any], fixed: Collection[Node], sequences: int, traced: int
+) -> tuple[RecordedPhase, list[int]]:
+    def argument(value: Any) -> Any:
         if not isinstance(value, Node):
             return value
-        tensor, per = value.meta["val"], micro_batch_size * parts
-        if value in fixed or not tensor.dim():
-            return _Argument(tuple(tensor.shape), tensor.dtype, 0)
-        rows, rest = divmod(tensor.shape[0], per)
-        first, per = (tensor.shape[0], per) if rest else (rows, 1)
-        return _Argument((first, *tensor.shape[1:]), tensor.dtype, per)
+        tensor: Tensor = value.meta["val"]
+        size = list(tensor.shape)
+        if size and value not in fixed:
+            size[0] = size[0] * sequences // traced
+        return tensor.new_empty(size)
 
-    def record(parts: int) -> tuple[CustomOpBody, bool]:
-        return _record_body(code, *tree_map(lambda value: describe(value, parts), (node.args, node.kwargs)))
-
-    values = [describe(value, 1) for value in tree_leaves((node.args, node.kwargs))]
-    rows = {value.shape[0] for value in values if isinstance(value, _Argument) and value.sequences == 1}
-    largest = max((value for value in values if type(value) is int), default=0)
-    if len(rows) == 1 and 0 < largest < (own := rows.pop()) and own % largest == 0:
-        body, in_chunks = record(own // largest)
-        if in_chunks:
-            return body.times(own // largest)
-    return record(1)[0]
-
-
-@cache
-def _record_body(code: Callable[..., Any], args: Any, kwargs: Any) -> tuple[CustomOpBody, bool]:
-    """Return the body of an operator, and whether it runs more operations for more rows."""
-    runs = []
-    for sequences in RECORDED_SEQUENCES:
-        arguments, options = tree_map_only(
-            _Argument, partial(_Argument.empty, sequences=sequences), (args, kwargs)
-        )
-        with torch.no_grad():
-            recorded, result = record_call(
-                partial(code, *arguments, **options), tree_leaves((arguments, options))
-            )
-        runs.append((recorded, [tensor.untyped_storage().nbytes() for tensor in tree_leaves(result)]))
-    phases, results = zip(*runs, strict=True)
-    body = CustomOpBody(join_phases(phases), tuple(map(fit_line, zip(*results, strict=True))))
-    return body, len({len(phase.operations) for phase in phases}) > 1
+    arguments, options = tree_map(argument, (node.args, node.kwargs))
+    with torch.no_grad():
+        recorded, result = record_call(lambda: code(*arguments, **options), tree_leaves((arguments, options)))
+    return recorded, [tensor.untyped_storage().nbytes() for tensor in tree_leaves(result)]
 
 
 def module_buffers(

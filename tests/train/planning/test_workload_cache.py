@@ -12,7 +12,7 @@ from meshwright.train.config_parser import parse_config
 from meshwright.train.planning import trace_model
 from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.trace_model import _trace, remember
+from meshwright.train.planning.trace_model import remember, trace_and_keep
 from tests.support.launch import EAGER
 from tests.support.plans import fullest
 
@@ -34,7 +34,7 @@ def counted(monkeypatch) -> list[object]:
 
 
 def work_of(folder: Path, *arguments: str) -> dict[str, ModuleWorkload]:
-    _trace.cache_clear()  # as in another process
+    trace_and_keep.cache_clear()  # as in another process
     config = parse_config([*TINY, f"--parallel.compile.cache_dir={folder}", *arguments])
     return dict(run_workload(config.job, plan_run(config.job, 4)).modules)
 

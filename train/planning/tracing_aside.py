@@ -1,0 +1,62 @@
+"""Traces for a search in other processes. Each writes what it traces to the user's folder, from which the
+search reads it: the search begins with the first cases, the others with the last, and nothing waits for them.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from meshwright.parallel.compile.apply import cache_folder
+from meshwright.parallel.planner.hardware import Machines
+from meshwright.train.config import TrainingJob
+from meshwright.train.distributed.process_group import usable_cores
+from meshwright.train.planning.captures import TraceCase, find_capture
+from meshwright.train.planning.predict import cases_of_search
+from meshwright.train.planning.trace_model import trace_and_keep
+
+FIRST = 3  # cases of a search: if these were traced before, then most of all
+
+
+def trace_share(job: TrainingJob, machines: Machines, share: int, shares: int) -> Iterator[None]:
+    """Trace a share of what a search for a plan of the job can have to trace, case by case, the last first.
+    Cases of one captured graph are in one share. Ends at an error, which the search meets too and reports."""
+    folder, graphs = cache_folder(job.parallel.compile), dict[TraceCase, dict[TraceCase, None]]()
+    with contextlib.suppress(Exception):
+        for case in cases_of_search(job, machines):
+            graph = replace(case, activation_checkpoint="none", saved_ops=(), activation_budget=1.0)
+            graphs.setdefault(graph, {})[case] = None
+        for cases in list(graphs.values())[::-1][share::shares]:
+            for case in cases:
+                trace_and_keep(case, folder)
+                yield
+
+
+@contextlib.contextmanager
+def traced_aside(job: TrainingJob, machines: Machines) -> Iterator[None]:
+    """Context of a search in which forked processes trace for it, on the cores that it leaves idle, unless
+    most was traced before."""
+    folder, forks = cache_folder(job.parallel.compile), list[BaseProcess]()
+    with contextlib.suppress(Exception):  # as above
+        first = [find_capture(folder, case) for case in islice(cases_of_search(job, machines), FIRST)]
+        # a fork cannot use the CUDA of this process, which the compiler looks at
+        shares = usable_cores() - 1 if None in first and not torch.cuda.is_initialized() else 0
+        for share in range(shares):
+            arguments = job, machines, share, shares
+            forks.append(get_context("fork").Process(target=_trace_all, args=arguments, daemon=True))
+            forks[-1].start()
+    try:
+        yield
+    finally:
+        for fork in forks:
+            fork.kill()
+            fork.join()
+
+
+def _trace_all(job: TrainingJob, machines: Machines, share: int, shares: int) -> None:
+    for _ in trace_share(job, machines, share, shares):
+        pass
