@@ -342,7 +342,7 @@ def _most_chunks(node: Node, fixed: Collection[Node], traced: int) -> int:
     tensors = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, Node) and leaf not in fixed]
     rows = {tensor.shape[0] / traced for tensor in tensors if tensor.dim()}
     largest = max((leaf for leaf in leaves if type(leaf) is int), default=0)
-    chunks = min(rows) / largest if largest > 0 and len(rows) == 1 else 1
+    chunks = min(rows) / largest if largest > 0 and len(rows) == 1 else 1.0
     return int(chunks) if chunks > 1 and chunks.is_integer() else 1
 
 
