@@ -69,8 +69,8 @@ def remember(folder: Path | None, case: TraceCase, trace: Callable[[], ModuleWor
     A file there that cannot be read or written is ignored."""
     if (work := find_capture(folder, case)) is None:
         work = trace()
-        if folder:
-            with contextlib.suppress(OSError, ValueError):  # ValueError: not a valid path
+        with contextlib.suppress(OSError, ValueError):  # ValueError: not a valid path
+            if folder:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(_path(folder, case), msgspec.json.encode(work))
     return work
@@ -78,10 +78,11 @@ def remember(folder: Path | None, case: TraceCase, trace: Callable[[], ModuleWor
 
 def find_capture(folder: Path | None, case: TraceCase) -> ModuleWorkload | None:
     """Return the workload of a case as the package or `folder` has it; None if neither does."""
-    if isinstance(case.model, LlamaConfig) and (raw := _read_shipped(case.model).get(shipped_key(case))):
-        return msgspec.json.decode(raw, type=ModuleWorkload)
+    content: bytes | msgspec.Raw | None = _shipped(case.model).get(shipped_key(case))
     with contextlib.suppress(OSError, ValueError):
-        return msgspec.json.decode(_path(folder, case).read_bytes(), type=ModuleWorkload) if folder else None
+        if folder:
+            content = content or _path(folder, case).read_bytes()
+        return msgspec.json.decode(content, type=ModuleWorkload) if content else None
     return None
 
 
@@ -103,12 +104,12 @@ def _digest_of_code() -> str:
 
 def shipped_path(model: ModelConfig) -> Path:
     """Return the file of the captures of a Llama's shape, of this torch version up to its patches: compressed
-    JSON, `shipped_key` of the case -> workload. That it fits our code is what a test checks."""
+    JSON, `shipped_key` of the case -> workload. A test checks that our code still traces the same."""
     assert isinstance(model, LlamaConfig), "only our own model's code is known"
     version = ".".join(torch.__version__.split(".")[:2])
     sizes = model.dim, model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size
-    tied = ["tied"] * model.tie_embeddings
-    return SHIPPED / f"torch-{version}" / f"{'-'.join(['llama', *map(str, sizes), *tied])}.json.xz"
+    name = "-".join(map(str, ("llama", *sizes, *["tied"] * model.tie_embeddings)))
+    return SHIPPED / f"torch-{version}" / f"{name}.json.xz"
 
 
 def shipped_key(case: TraceCase) -> str:
@@ -117,9 +118,8 @@ def shipped_key(case: TraceCase) -> str:
 
 
 @cache
-def _read_shipped(model: ModelConfig) -> Mapping[str, msgspec.Raw]:
-    """Return the captures of a shape, none of them decoded; none if the package has none of it."""
-    path = shipped_path(model)
-    if not path.is_file():
+def _shipped(model: ModelConfig) -> Mapping[str, msgspec.Raw]:
+    """Return the captures of a model that come with the package, none of them decoded."""
+    if not isinstance(model, LlamaConfig) or not (path := shipped_path(model)).is_file():
         return {}
     return msgspec.json.decode(lzma.decompress(path.read_bytes()), type=dict[str, msgspec.Raw])

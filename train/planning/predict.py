@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any
 
 from meshwright.models.config import LlamaConfig
 from meshwright.parallel.compile.apply import cache_folder
@@ -25,7 +24,7 @@ from meshwright.parallel.planner.hardware import (
 from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
 from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.search import SearchResult, check_legal, search
-from meshwright.parallel.planner.search_space import combinations, least_memory, with_choices
+from meshwright.parallel.planner.search_space import Choices, combinations, least_memory, with_choices
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
@@ -37,8 +36,6 @@ from meshwright.train.planning.correction import Correction
 from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
 from meshwright.train.planning.trace_model import cases_of, model_workload
 from meshwright.train.training import frozen_parameters, training_flops
-
-TRACED_CHOICES = ("tp", "cp", "cp_exchange", "activation_checkpoint", "micro_batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +122,10 @@ def cases_of_search(job: TrainingJob, machines: Machines) -> Iterator[TraceCase]
     """Yield what a search for a plan of the job traces for its bounds, in the order of its plans; many cases
     more than once."""
     units, shape = model_of(job.model).units, _shape_on(job, machines)
-    frozen, made = _frozen_and_trained(job.model, job.freeze)[0], set[tuple[Any, ...]]()
+    frozen, made = _frozen_and_trained(job.model, job.freeze)[0], set[Choices]()
     every = combinations(job.parallel, shape, count_blocks(job.parallel, units))
     for choices in {choices.computed: choices for choices in every}.values():
-        traced = tuple(choices[name] for name in TRACED_CHOICES)
+        traced = dataclasses.replace(choices.computed, dp_replicate=None, dp_shard=None)
         if traced in made:
             continue
         with contextlib.suppress(PlanError):  # with other degrees of data parallelism it may be legal

@@ -5,7 +5,7 @@ search reads it: the search begins with the first cases, the others with the las
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 
@@ -19,7 +19,7 @@ from meshwright.train.planning.captures import TraceCase, find_capture
 from meshwright.train.planning.predict import cases_of_search
 from meshwright.train.planning.trace_model import trace_and_keep
 
-FIRST = 3  # cases of a search: if these were traced before, then most of all
+FIRST = 3  # cases of a search; if these were traced before, most of all were
 
 
 def trace_share(job: TrainingJob, machines: Machines, share: int, shares: int) -> Iterator[None]:
@@ -30,33 +30,27 @@ def trace_share(job: TrainingJob, machines: Machines, share: int, shares: int) -
         for case in cases_of_search(job, machines):
             graph = replace(case, activation_checkpoint="none", saved_ops=(), activation_budget=1.0)
             graphs.setdefault(graph, {})[case] = None
-        for cases in list(graphs.values())[::-1][share::shares]:
-            for case in cases:
-                trace_and_keep(case, folder)
-                yield
+        for case in chain.from_iterable(list(graphs.values())[::-1][share::shares]):
+            trace_and_keep(case, folder)
+            yield
 
 
 @contextlib.contextmanager
 def traced_aside(job: TrainingJob, machines: Machines) -> Iterator[None]:
-    """Context of a search in which forked processes trace for it, on the cores that it leaves idle, unless
-    most was traced before."""
+    """Context of a search for which forked processes trace, on the cores that it leaves idle, unless its
+    first cases were traced before."""
     folder, forks = cache_folder(job.parallel.compile), list[BaseProcess]()
     with contextlib.suppress(Exception):  # as above
         first = [find_capture(folder, case) for case in islice(cases_of_search(job, machines), FIRST)]
         # a fork cannot use the CUDA of this process, which the compiler looks at
         shares = usable_cores() - 1 if None in first and not torch.cuda.is_initialized() else 0
-        for share in range(shares):
-            arguments = job, machines, share, shares
-            forks.append(get_context("fork").Process(target=_trace_all, args=arguments, daemon=True))
-            forks[-1].start()
+        parts = (trace_share(job, machines, share, shares) for share in range(shares))
+        forks += [get_context("fork").Process(target=list, args=(part,), daemon=True) for part in parts]
+    for fork in forks:
+        fork.start()
     try:
         yield
     finally:
         for fork in forks:
             fork.kill()
             fork.join()
-
-
-def _trace_all(job: TrainingJob, machines: Machines, share: int, shares: int) -> None:
-    for _ in trace_share(job, machines, share, shares):
-        pass

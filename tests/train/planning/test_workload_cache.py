@@ -9,10 +9,11 @@ from meshwright.parallel.config import CompileConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.planner.workload import ModuleWorkload
 from meshwright.train.config_parser import parse_config
-from meshwright.train.planning import trace_model
+from meshwright.train.planning import captures, trace_model
+from meshwright.train.planning.captures import remember
 from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.planning.trace_model import remember, trace_and_keep
+from meshwright.train.planning.trace_model import cases_of, trace_and_keep
 from tests.support.launch import EAGER
 from tests.support.plans import fullest
 
@@ -61,7 +62,7 @@ def test_another_case_or_other_code_is_traced_anew(
     assert len(counted) == len(list(tmp_path.iterdir())) == 3
     assert work_of(tmp_path, "--train.seq_len=128") != first
     assert len(counted) == 6
-    monkeypatch.setattr(trace_model, "_digest_of_code", lambda: "other")
+    monkeypatch.setattr(captures, "_digest_of_code", lambda: "other")
     check_alike(work_of(tmp_path), first)
     assert len(counted) == 9
 
@@ -70,16 +71,18 @@ def test_a_damaged_file_is_as_none_and_a_folder_that_cannot_be_written_costs_onl
     tmp_path: Path,
 ) -> None:
     work = next(iter(work_of(tmp_path / "other").values()))
-    remember(tmp_path / "works", "case", lambda: work)
+    job = parse_config(TINY).job
+    ((case, _), *_) = cases_of(job.model, plan_run(job, 4), 64, frozenset(), False)
+    remember(tmp_path / "works", case, lambda: work)
     (path,) = (tmp_path / "works").iterdir()
     intact = path.read_bytes()
     for damage in (b"", b"{}", b"[1, 2]", b"\xff\xfe", b'{"parameters": 3}', intact[:-20]):
         path.write_bytes(damage)
         traced: list[ModuleWorkload] = []
-        assert remember(tmp_path / "works", "case", lambda: traced.append(work) or work) is work, damage  # noqa: B023
+        assert remember(tmp_path / "works", case, lambda: traced.append(work) or work) is work, damage  # noqa: B023
         assert traced, damage
         assert path.read_bytes() == intact, damage
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", Path("\0")):
-        assert remember(folder, "case", lambda: work) is work
+        assert remember(folder, case, lambda: work) is work
     assert sorted(child.name for child in tmp_path.iterdir()) == ["file", "other", "works"]
