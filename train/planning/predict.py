@@ -119,8 +119,8 @@ def search_plans(job: TrainingJob, machines: Machines, leanest: bool = False) ->
 
 
 def cases_of_search(job: TrainingJob, machines: Machines) -> Iterator[TraceCase]:
-    """Yield what a search for a plan of the job traces for its bounds, in the order of its plans; many cases
-    more than once."""
+    """Yield what a search for a plan of the job can have to trace, in the order of its plans; many cases more
+    than once."""
     units, shape = model_of(job.model).units, _shape_on(job, machines)
     frozen, made = _frozen_and_trained(job.model, job.freeze)[0], set[Choices]()
     every = combinations(job.parallel, shape, count_blocks(job.parallel, units))
@@ -130,10 +130,11 @@ def cases_of_search(job: TrainingJob, machines: Machines) -> Iterator[TraceCase]
             continue
         with contextlib.suppress(PlanError):  # with other degrees of data parallelism it may be legal
             chosen, sizes = with_choices(job.parallel, shape, choices)
-            plan = of_one_sequence(make_plan(chosen, units, sizes))
-            cases = cases_of(job.model, plan, job.seq_len, frozen, job.document_mask)
+            plan = make_plan(chosen, units, sizes)
             made.add(traced)
-            yield from (case for case, _ in cases)
+            for each in (of_one_sequence(plan), plan):
+                cases = cases_of(job.model, each, job.seq_len, frozen, job.document_mask)
+                yield from (case for case, _ in cases)
 
 
 def check_legal_plans(job: TrainingJob, machines: Machines) -> None:

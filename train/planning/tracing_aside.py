@@ -23,13 +23,14 @@ FIRST = 3  # cases of a search; if these were traced before, most of all were
 
 
 def trace_share(job: TrainingJob, machines: Machines, share: int, shares: int) -> Iterator[None]:
-    """Trace a share of what a search for a plan of the job can have to trace, case by case, the last first.
+    """Trace a share of what a search for a plan of the job bounds its plans by, case by case, the last first.
     Cases of one captured graph are in one share. Ends at an error, which the search meets too and reports."""
     folder, graphs = cache_folder(job.parallel.compile), dict[TraceCase, dict[TraceCase, None]]()
     with contextlib.suppress(Exception):
         for case in cases_of_search(job, machines):
             graph = replace(case, activation_checkpoint="none", saved_ops=(), activation_budget=1.0)
-            graphs.setdefault(graph, {})[case] = None
+            if case.sequences == 1 or not case.compiled:
+                graphs.setdefault(graph, {})[case] = None
         for case in chain.from_iterable(list(graphs.values())[::-1][share::shares]):
             trace_and_keep(case, folder)
             yield
