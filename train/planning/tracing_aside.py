@@ -45,10 +45,11 @@ def traced_aside(job: TrainingJob, machines: Machines) -> Iterator[None]:
         first = [find_capture(folder, case) for case in islice(cases_of_search(job, machines), FIRST)]
         # a fork cannot use the CUDA of this process, which the compiler looks at
         shares = usable_cores() - 1 if None in first and not torch.cuda.is_initialized() else 0
-        parts = (trace_share(job, machines, share, shares) for share in range(shares))
-        forks += [get_context("fork").Process(target=list, args=(part,), daemon=True) for part in parts]
-    for fork in forks:
-        fork.start()
+        for share in range(shares):
+            part = trace_share(job, machines, share, shares)
+            fork = get_context("fork").Process(target=list, args=(part,), daemon=True)
+            fork.start()
+            forks.append(fork)
     try:
         yield
     finally:
