@@ -19,6 +19,7 @@ from meshwright.train.planning.captures import TraceCase, find_capture
 from meshwright.train.planning.predict import cases_of_search
 from meshwright.train.planning.trace_model import trace_and_keep
 
+MOST_FORKS = 8  # of whom each lists all cases first
 FIRST = 3  # cases of a search; if these were traced before, most of all were
 
 
@@ -44,7 +45,8 @@ def traced_aside(job: TrainingJob, machines: Machines) -> Iterator[None]:
     with contextlib.suppress(Exception):  # as above
         first = [find_capture(folder, case) for case in islice(cases_of_search(job, machines), FIRST)]
         # a fork cannot use the CUDA of this process, which the compiler looks at
-        shares = usable_cores() - 1 if None in first and not torch.cuda.is_initialized() else 0
+        idle = min(usable_cores() - 1, MOST_FORKS)
+        shares = idle if None in first and not torch.cuda.is_initialized() else 0
         for share in range(shares):
             part = trace_share(job, machines, share, shares)
             fork = get_context("fork").Process(target=list, args=(part,), daemon=True)
@@ -53,6 +55,6 @@ def traced_aside(job: TrainingJob, machines: Machines) -> Iterator[None]:
     try:
         yield
     finally:
-        for fork in forks:
-            fork.kill()
-            fork.join()
+        for process in forks:
+            process.kill()
+            process.join()
