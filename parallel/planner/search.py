@@ -236,14 +236,16 @@ class _Search:
     def legal_candidates(self) -> Iterator[Candidate]:
         """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
         and for the fewest blocks that could fit."""
-        mistakes: list[PlanError] = []
+        mistakes = dict[Choices, PlanError]()  # by what they compute
         on_hosts: list[PlanError] = []
         any_legal = False
         for choices in combinations(self.config, self.shape, self.blocks):
+            if choices.computed in mistakes:
+                continue
             try:
                 candidates = self.candidate(choices), self.with_fewest_blocks(choices)
             except PlanError as error:
-                mistakes.append(error)
+                mistakes[choices.computed] = error
                 continue
             for candidate in candidates:
                 if candidate and (mistake := self.host_mistake(candidate)):
@@ -252,7 +254,7 @@ class _Search:
                     any_legal = True
                     yield candidate
         if not any_legal:
-            raise (on_hosts or mistakes)[0]
+            raise next(iter(on_hosts or mistakes.values()))
 
     def candidate(self, choices: Choices) -> Candidate:
         """Return the candidate of the choices, by its bounds. If those that compute the same and were tried
