@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.published import (
+    FITTED,
     MEMORY_OF,
     OWN_KIND,
     PublishedRun,
@@ -28,7 +29,15 @@ from benchmarks.published import (
     published_rows,
 )
 from benchmarks.support.harness import RECORDS, BenchResult, Measurement, run_benchmark
-from meshwright.parallel.planner.accuracy import CPU, ERRORS_FILE, MEMORY, ONE_GPU, UNSEEN, kind_of_run
+from meshwright.parallel.planner.accuracy import (
+    CPU,
+    ERRORS_FILE,
+    MEMORY,
+    ONE_GPU,
+    UNSEEN,
+    UNSEEN_GPU,
+    kind_of_run,
+)
 from meshwright.parallel.planner.hardware import COLLECTIVES, Hardware, load_hardware
 from meshwright.tools.cli import format_table
 
@@ -283,23 +292,34 @@ def reached_shares(rows: Sequence[PublishedRun], kinds: Kinds) -> dict[Published
     }
 
 
-def carried_errors(report: FitReport, rows: Sequence[PublishedRun], kinds: Kinds) -> dict[str, Errors]:
+def carried_errors(
+    report: FitReport, rows: Sequence[PublishedRun], by_data_sheet: Sequence[PublishedRun], kinds: Kinds
+) -> dict[str, Errors]:
     """Return the errors that predictions carry, by the kind of run: of CPUs as recorded last; of one GPU on
-    our own; of several GPUs on each published run by a fit to the others; and on clusters of which no run was
-    seen by their data sheets, with the share that the other runs on such machines reached."""
+    our own; of several GPUs on each published run by a fit to the others; on clusters of which no run was
+    seen by their data sheets, with the share that the other runs on such machines reached; and on GPUs of
+    which no run was seen with the share of the H100's. And of all of these by the kind of machine."""
     errors: dict[str, list[float]] = {}
     recorded = max(RECORDS.glob("*-predictions.json")).read_text(encoding="utf-8")
     errors[CPU] = [row["error"] for row in json.loads(recorded)["figures"]["rows"]]
     errors[ONE_GPU] = [*report.own.values]
+    errors[OWN_KIND] = [*report.own.values]
+    for row, error in zip(rows, report.left_out.values, strict=True):
+        errors.setdefault(row.kind, []).append(error)
     clusters = [(row, e) for row, e in zip(rows, report.left_out.values, strict=True) if row.n_gpus > 1]
     for row, error in clusters:
         errors.setdefault(kind_of_run(0, row.n_gpus, row.gpus_per_node), []).append(error)
     shares = reached_shares([row for row, _ in clusters], kinds)
     for row, share in shares.items():
         others = [s for other, s in shares.items() if other.framework == row.framework and other != row]
-        known = kinds[DATA_SHEETS[row.framework]].reached == 1.0
-        expected = 1.0 if known else statistics.median(others)
-        errors.setdefault(UNSEEN, []).append(expected / share - 1)
+        sheet = DATA_SHEETS[row.framework]
+        expected = 1.0 if kinds[sheet].reached == 1.0 else statistics.median(others)
+        for name in (UNSEEN, sheet):
+            errors.setdefault(name, []).append(expected / share - 1)
+    for row in by_data_sheet:
+        error = predict_tokens_per_s(row, kinds[row.kind]) / row.tokens_per_s_per_gpu - 1
+        for name in (UNSEEN if row.kind in DATA_SHEETS.values() else UNSEEN_GPU, row.kind):
+            errors.setdefault(name, []).append(error)
     torchtitan = replace(kinds[TORCHTITAN], reserved_share=report.reserved_share)
     errors[MEMORY] = [
         predict_reserved_gib(row, torchtitan) / row.peak_memory_gib - 1
@@ -320,9 +340,10 @@ def errors_table(errors: Mapping[str, Errors]) -> str:
 
 def fit_published(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResult:
     """Fit the constants to all published runs."""
-    rows, kinds = published_rows(), load_hardware()
+    published, kinds = published_rows(), load_hardware()
+    rows, by_data_sheet = ([row for row in published if (row.kind in FITTED) == of] for of in (True, False))
     report = report_fit(rows, kinds)
-    table = errors_table(carried_errors(report, rows, kinds))
+    table = errors_table(carried_errors(report, rows, by_data_sheet, kinds))
     if options.write:
         ERRORS_FILE.write_text(table, encoding="utf-8")
     shares = reached_shares(rows, kinds)

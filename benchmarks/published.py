@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.gpu import make_setup
 from benchmarks.support.frameworks import (
+    ATTENTION,
     kempnerforge_plan,
     kempnerforge_times,
     kempnerforge_workload,
@@ -46,20 +47,31 @@ from meshwright.train.planning.resolve import best_attention, plan_run
 from meshwright.train.planning.trace_model import model_workload
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
-# hardware file by the first word of the source
-KINDS = {"torchtitan": "h100-500w-torchtitan", "KempnerForge": "h200-kempnerforge"}
+# hardware file by the GPU of a run: a framework's own, or the data sheet's
+KINDS = {
+    "h100-500w": "h100-500w-torchtitan",
+    "h200": "h200-kempnerforge",
+    "h100": "h100-sxm",
+    "b200-capped": "b200",
+}
 CONFIGS = {
     "llama3-8b": "config=llama_8b.yaml",
     "llama3-70b": "config=llama_70b.yaml",
     "llama3-405b": "config=llama_405b.yaml",
     "kf-13b": "config=llama_8b.yaml model.dim=5120 model.n_layers=40 model.n_heads=40 model.ffn_dim=17920",
 }
-PLANS = {"torchtitan": torchtitan_plan, "KempnerForge": kempnerforge_plan}
-WORKLOADS = {"torchtitan": torchtitan_workload, "KempnerForge": kempnerforge_workload}
-REDUCE_GRADIENTS = {"torchtitan": "every_micro_batch", "KempnerForge": "last_micro_batch"}
+# by the first word of the source; torchao's runs are torchtitan's
+PLANS = {"torchtitan": torchtitan_plan, "KempnerForge": kempnerforge_plan, "torchao": torchtitan_plan}
+WORKLOADS = {
+    "torchtitan": torchtitan_workload,
+    "KempnerForge": kempnerforge_workload,
+    "torchao": torchtitan_workload,
+}
+REDUCE_GRADIENTS = dict.fromkeys(PLANS, "every_micro_batch") | {"KempnerForge": "last_micro_batch"}
 FLOAT8 = {"bf16": "none", "float8-tensorwise": "tensorwise"}
 # frameworks whose source states the dtypes of its state, and that it reports reserved memory
 MEMORY_OF = frozenset({"torchtitan"})
+FITTED = frozenset({"h100-500w-torchtitan", "h200-kempnerforge"})  # hardware files with constants of the fit
 ORDERED_APART = 1.10  # rows of one source that differ by a larger factor must be predicted in the right order
 
 
@@ -69,6 +81,7 @@ class PublishedRun:
     `peak_memory_gib` 0: not published."""
 
     source: str
+    gpu: str
     n_gpus: int
     gpus_per_node: int
     model: str
@@ -93,7 +106,7 @@ class PublishedRun:
     @property
     def kind(self) -> str:
         """The hardware file to predict the run with."""
-        return KINDS[self.framework]
+        return KINDS[self.gpu]
 
     @property
     def name(self) -> str:
@@ -101,7 +114,7 @@ class PublishedRun:
         parts = [
             self.framework,
             f"{self.model} seq {self.seq_len} x {self.micro_batch}",
-            f"{self.n_gpus} GPUs",
+            f"{self.n_gpus} {self.gpu}",
             f"tp {self.tp}" if self.tp > 1 else "",
             self.activation_checkpoint,
             self.matmul_dtype,
@@ -127,11 +140,12 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class PublishedComparison:
-    """The comparison of all published runs: tokens per second per GPU; reserved memory in GiB, of runs whose
-    source states the dtypes of its state; and pairs of one source predicted in the wrong order, the faster
-    first."""
+    """The comparison of all published runs: tokens per second per GPU, by the files of frameworks, and where
+    there is none by data sheets; reserved memory in GiB, of runs whose source states the dtypes of its
+    state; and pairs of one source predicted in the wrong order, the faster first."""
 
     speed: tuple[ComparedRun, ...]
+    by_data_sheet: tuple[ComparedRun, ...]
     memory: tuple[ComparedRun, ...]
     wrong_order: tuple[tuple[PublishedRun, PublishedRun], ...]
 
@@ -147,7 +161,8 @@ def published_rows(path: Path = PUBLISHED) -> list[PublishedRun]:
     for run in runs:
         for key, value, known in (
             ("model", run.model, CONFIGS),
-            ("source", run.framework, KINDS),
+            ("source", run.framework, PLANS),
+            ("gpu", run.gpu, KINDS),
             ("matmul_dtype", run.matmul_dtype, FLOAT8),
         ):
             if value not in known:
@@ -185,7 +200,7 @@ def plan_published(run: PublishedRun) -> tuple[Config, Plan]:
         [*config_keys(CONFIGS[run.model]), *(f"--{key}={value}" for key, value in keys.items())]
     )
     plan = plan_run(config.job, run.n_gpus, run.gpus_per_node)
-    return config, PLANS[run.framework](plan)
+    return config, replace(PLANS[run.framework](plan), attention=ATTENTION[run.gpu])
 
 
 @cache
@@ -243,11 +258,15 @@ def compare_published(runs: Sequence[PublishedRun]) -> PublishedComparison:
     speed = tuple(
         ComparedRun(run, predict_tokens_per_s(run, kinds[run.kind]), run.tokens_per_s_per_gpu) for run in runs
     )
+    fitted, by_sheet = (
+        tuple(row for row in speed if (row.run.kind in FITTED) == known) for known in (True, False)
+    )
     known = [run for run in runs if run.peak_memory_gib and run.framework in MEMORY_OF]
     memory = tuple(
         ComparedRun(run, predict_reserved_gib(run, kinds[run.kind]), run.peak_memory_gib) for run in known
     )
-    return PublishedComparison(speed, memory, tuple((a.run, b.run) for a, b in wrong_order(speed)))
+    order = tuple((a.run, b.run) for a, b in wrong_order(speed))
+    return PublishedComparison(fitted, by_sheet, memory, order)
 
 
 def wrong_order(rows: Iterable[ComparedRun]) -> list[tuple[ComparedRun, ComparedRun]]:
@@ -284,9 +303,14 @@ def published_figures(comparison: PublishedComparison) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "wrong_order": [[fast.name, slow.name] for fast, slow in comparison.wrong_order]
     }
-    for name, rows in (("tokens_per_s_per_gpu", comparison.speed), ("reserved_gib", comparison.memory)):
+    for name, rows in (
+        ("tokens_per_s_per_gpu", comparison.speed),
+        ("by_data_sheet", comparison.by_data_sheet),
+        ("reserved_gib", comparison.memory),
+    ):
         figures[name] = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
-        figures[f"{name}_mean_error"], figures[f"{name}_worst_error"] = mean_error(rows), worst_error(rows)
+        if rows:
+            figures |= {f"{name}_mean_error": mean_error(rows), f"{name}_worst_error": worst_error(rows)}
     return figures
 
 
@@ -297,14 +321,18 @@ def published_text(comparison: PublishedComparison) -> str:
         f"pairs of one source that differ by more than {ORDERED_APART - 1:.0%} and are predicted in the "
         f"wrong order: {len(wrong)}"
     )
+    parts = [
+        ("tokens per second per GPU", "speed", comparison.speed, ",.0f"),
+        ("same, by data sheets", "by data sheets", comparison.by_data_sheet, ",.0f"),
+        ("reserved GiB", "memory", comparison.memory, ".1f"),
+    ]
     return "\n\n".join(
         [
-            _table("tokens per second per GPU", comparison.speed, ",.0f"),
-            _table("reserved GiB", comparison.memory, ".1f"),
-            _summary("speed", comparison.speed),
-            _summary("memory", comparison.memory),
+            *(_table(title, rows, form) for title, _, rows, form in parts),
+            *(_summary(name, rows) for _, name, rows, _ in parts if rows),
             "\n".join([order, *wrong]),
-            "Constants were fitted to these rows: `python -m benchmarks.fit` has the errors on unseen rows.",
+            "Constants were fitted to all rows but those by data sheets: `python -m benchmarks.fit` has the "
+            "errors on unseen rows.",
         ]
     )
 

@@ -14,7 +14,7 @@ from meshwright.tools.processes import BenchError
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- written by `python -m benchmarks.scaling --write` -->", "<!-- end of what it writes -->"
 AUTO = ("--gpu", "h100-sxm", "--parallel.plan=auto")
-BEST_70B = ("--config", "llama_70b.yaml", "--gpus", "256", *AUTO, "--tokens", "1e12")
+BEST_70B = ("--config", "llama_70b.yaml", "--gpus", "256", *AUTO, "--tokens", "1e12", "--price", "2")
 SCALING_8B = ("--config", "llama_8b.yaml", *AUTO, "--sweep", "gpus=8..32")
 # page -> the first lines of its blocks, and the commands of tools.plan that print them
 OUTPUTS: Mapping[Path, Mapping[str, Sequence[str]]] = {

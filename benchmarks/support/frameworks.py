@@ -26,10 +26,11 @@ from meshwright.parallel.planner.workload import (
     total,
 )
 
-# What scaled_dot_product_attention ran: torchtitan's runs are older than torch's preference for cuDNN on
-# Hopper, and KempnerForge's profile of April 2026 lists aten::_cudnn_attention_backward
+# What scaled_dot_product_attention ran, by the GPU of a published run: torchtitan's runs on H100s are older
+# than torch's preference for cuDNN on Hopper, on B200s it prefers cuDNN itself (pytorch/torchtitan#1196), and
+# KempnerForge's profile of April 2026 lists aten::_cudnn_attention_backward
 # (benchmarks/profiling/13b_24gpu_profiling.md).
-TORCHTITAN_ATTENTION, KEMPNERFORGE_ATTENTION = "flash", "cudnn"
+ATTENTION = {"h100-500w": "flash", "h100": "flash", "h200": "cudnn", "b200-capped": "cudnn"}
 # KempnerForge (kempnerforge/distributed/tensor_parallel.py) gives every column-parallel layer a sequence-
 # parallel input of its own: three all-gathers of one tensor before attention and two before the feed-forward
 # network, where this project has one each, and as many reduce-scatters of their gradients. In the backward it
@@ -48,7 +49,6 @@ def torchtitan_plan(plan: Plan) -> Plan:
     """Return the plan as torchtitan carries it out: it compiles only the blocks."""
     return replace(
         plan,
-        attention=TORCHTITAN_ATTENTION,
         units=(*plan.units[:-1], replace(plan.units[-1], compiled=False)),
     )
 
@@ -69,7 +69,6 @@ def kempnerforge_plan(plan: Plan) -> Plan:
     root = replace(first, modules=first.modules + last.modules, reshard_after_forward=True)
     return replace(
         plan,
-        attention=KEMPNERFORGE_ATTENTION,
         units=(root, *blocks),
         storage_dtype="bfloat16",
     )

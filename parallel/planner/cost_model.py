@@ -8,7 +8,7 @@ step_time.py their effect on a step.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import gcd
 from typing import TypeVar
 
@@ -50,6 +50,11 @@ class UnitTimes:
     first_sum_s: float = 0.0
     sum_s: float = 0.0
     sums_copy_in_s: float = 0.0
+
+    def most_copied_s(self, phase: str) -> float:
+        """Return the most that the compute stream copies for a unit in a phase, forward or backward."""
+        reduced_s = max(self.copy_in_s, self.sum_s + self.sums_copy_in_s) if phase == "backward" else 0.0
+        return self.copy_out_s + reduced_s
 
 
 @dataclass(frozen=True)
@@ -112,17 +117,6 @@ class StepTimes:
     offload_s: Mapping[str, float] = field(default_factory=dict)
     hook_s: float = 0.0
     scalars_s: float = 0.0
-
-    def step_lower_bound_s(self, micro_batches: int, offloaded: float = 1.0) -> float:
-        """Return a lower bound of the step in seconds: all all-gathers and reductions are hidden, copies to
-        and from host memory overlap fully with the forward and the backward, and so does the host, if the
-        device overlaps at all. `offloaded`: the share of the copies that is made."""
-        copying = offloaded * sum(self.offload_s.values())
-        phases = [[m.of(phase) for m in self.modules.values()] for phase in ("forward", "backward")]
-        device = sum(max(sum(times.device_s for times in phase), copying) for phase in phases)
-        host = sum(times.host_s for times in chain.from_iterable(phases))
-        computing = max(device, host) if self.overlaps else device + host
-        return micro_batches * computing + self.optimizer_s + self.scalars_s
 
     def has_backward(self, modules: Iterable[str]) -> bool:
         """Return whether any of these modules has a backward."""
@@ -395,7 +389,8 @@ def optimizer_s(
     """Return the seconds of the optimizer step: its traffic, and on a GPU the time to issue the instructions
     of the update. A GPU issues one for each of its float32 lanes a clock, of which the peak counts two
     operations."""
-    trained = sum(trained_parameters(unit.modules, work) for unit in plan.units) / plan.mesh.shards
+    trained = sum(trained_parameters(unit.modules, work) * work.count(unit.name) for unit in plan.units)
+    trained /= plan.mesh.shards
     kinds = DTYPE_BYTES[plan.storage_dtype], work.moment_bytes
     issued = 0.0 if hardware.cores else instructions.get(kinds, 0.0)
     issuing_s = issued / (hardware.peak_tflops["float32"] * 1e12 / 2)

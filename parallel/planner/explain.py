@@ -32,9 +32,9 @@ def give_reasons(choice: SearchResult, machines: Machines, times: StepTimes) -> 
 def _memory(choice: SearchResult, machines: Machines) -> Iterator[str]:
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     yield (
-        f"{tried} plans tried, {len(choice.does_not_fit)} too large for the memory and {len(choice.pruned)} "
-        f"slower whatever they need; this plan needs {_of_available(choice.best, machines)}, including "
-        "allocator overhead"
+        f"{tried} plans tried: {len(choice.does_not_fit)} too large for the memory, {len(choice.pruned)} "
+        f"slower even if nothing waits, or less simple in a tie, {len(choice.ranked)} predicted; this "
+        f"plan needs {_of_available(choice.best, machines)}, including allocator overhead"
     )
     if max(candidate.rate() for candidate in choice.ranked) > choice.best.rate():
         yield f"plans within {EQUAL:.0%} of the fastest count as equal; this is the simplest of them"
@@ -88,8 +88,8 @@ def _alternatives(choice: SearchResult, machines: Machines) -> Iterator[str]:
     left_out = {"dp_replicate"} | ({"cp_exchange"} if choice.best.plan.mesh.cp == 1 else set())
     for key in CHOICES:
         others = [] if key in left_out else _alternatives_for(choice, key)
-        costs = [_compare(other, key, choice.best, machines) for other in others]
-        if costs and key == "activation_checkpoint_blocks" and _has_mixed_blocks(choice.best):
+        costs = [_compare(other, key, choice, machines) for other in others]
+        if costs and key == "activation_checkpoint_blocks" and _has_mixed_blocks(choice.best, choice.blocks):
             costs = ["fewer do not fit", *costs]
         if costs:
             yield f"{key}={_format_value(choice.best.choices[key])}: " + "; ".join(costs)
@@ -113,12 +113,12 @@ def _distance(value: Any, chosen: Any) -> float:
     return abs(log(value / chosen)) if isinstance(value, int) and value and chosen else 0.0
 
 
-def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) -> str:
+def _compare(other: Candidate, key: str, choice: SearchResult, machines: Machines) -> str:
     """Return the cost of the plan `other` with another value of `key`, as "8 is 4.2% slower and ..."."""
     value = _format_value(other.choices[key])
-    if key == "activation_checkpoint" and _has_mixed_blocks(other):
+    if key == "activation_checkpoint" and _has_mixed_blocks(other, choice.blocks):
         value += f" for {other.choices.activation_checkpoint_blocks} blocks"
-    ratio = other.rate() / best.rate() - 1
+    ratio = other.rate() / choice.best.rate() - 1
     if other.timeline is None and not machines.fits(other.needed_bytes, other.host):
         return f"{value} does not fit ({_of_available(other, machines)})"
     if other.timeline is None:
@@ -130,9 +130,9 @@ def _compare(other: Candidate, key: str, best: Candidate, machines: Machines) ->
     return f"{value} {speed} and needs {needed_gib(other)} GiB"
 
 
-def _has_mixed_blocks(candidate: Candidate) -> bool:
-    """Whether only some of the blocks use activation checkpointing."""
-    return len({unit.activation_checkpoint for unit in candidate.plan.units[1:-1]}) > 1
+def _has_mixed_blocks(candidate: Candidate, blocks: int) -> bool:
+    """Whether only some of the model's blocks use activation checkpointing."""
+    return 0 < candidate.choices.activation_checkpoint_blocks < blocks
 
 
 def _of_available(candidate: Candidate, machines: Machines) -> str:

@@ -100,8 +100,8 @@ class Hardware:
             node, or between nodes
         reserved_share, reserved_gib: memory that the allocator reserves beyond its predicted pools (on a CPU
             beyond the peak), as a share of them, and fixed memory of the process, in GiB
-        reached: the speed that published runs on machines of this data sheet reached, as a share of the one
-            that all other keys predict, which is a bound; 1 for a machine that was measured
+        reached: the speed that published runs on machines of this data sheet, or of the H100's, reached, as a
+            share of the one that all other keys predict, which is a bound; 1 for a machine that was measured
         cores: number of cores of a CPU, which its processes share; 0 if each process has its own device. A
             CPU's rates are those of one core while the others are equally busy: a process gets
             cores / processes of them
@@ -144,6 +144,12 @@ class Hardware:
     def is_bound(self) -> bool:
         """Whether nothing that was measured on such a machine is in it."""
         return self.reached != 1.0 and self.correction == 1.0
+
+    @property
+    def source(self) -> str:
+        """Where the speeds that it predicts are from."""
+        known = "measured here" if self.device_names or self.cores else "fitted to published runs"
+        return "data sheet, an upper bound" if self.is_bound else known
 
     def attention_shares(self, kernel: str, dtype: str) -> tuple[float, float]:
         """Return the shares of a kernel in a dtype, or those of the best one if they are not listed."""
@@ -253,13 +259,16 @@ class HostMemory:
 def allocator_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
     """Return the memory that the allocator reserves, as torch.cuda.memory_reserved() does: its pools, or on a
     CPU the peak, and the share beyond them."""
-    used = memory.peak_bytes if hardware.cores else memory.pool_bytes
-    return round(used * (1 + hardware.reserved_share))
+    return _with_share(memory.peak_bytes if hardware.cores else memory.pool_bytes, hardware)
 
 
 def reserved_bytes(memory: PredictedMemory, hardware: Hardware) -> int:
     """Return the memory that a process takes from the device: that of the allocator and its own."""
     return allocator_bytes(memory, hardware) + round(hardware.reserved_gib * GIB)
+
+
+def _with_share(used: int, hardware: Hardware) -> int:
+    return round(used * (1 + hardware.reserved_share))
 
 
 # by kind of host memory: the key that needs it, and what to do if there is too little
@@ -308,6 +317,10 @@ class Machines:
         is known, and with what is offloaded if the device's memory is the host's."""
         needed = reserved_bytes(memory, self.hardware) if self.hardware else memory.peak_bytes
         return needed + self.kept_bytes(host)
+
+    def least_needed_bytes(self, used: int) -> int:
+        """Return the device memory that a process needs at least if its tensors take so many bytes."""
+        return _with_share(used, self.kind) + round(self.kind.reserved_gib * GIB)
 
     def kept_bytes(self, host: HostMemory) -> int:
         """Return the bytes of the device's memory that offloading does not free, because it is the host's."""

@@ -12,22 +12,28 @@ reduce-scatter stream, and casts of gradients that were summed over replicas on 
 other tensors on the compute stream.
 """
 
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from math import prod
 from operator import attrgetter
+from typing import NamedTuple
 
 from meshwright.parallel.memory_breakdown import MemoryBreakdown, PredictedMemory, round_up
 from meshwright.parallel.plan.schema import (
     MicroBatch,
     Plan,
     UnitPlan,
+    leaves_parameters,
     micro_batch_kinds,
+    prefetch_schedule,
     reduced_in,
+    regathered,
     sums_whole_gradients,
 )
-from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks, trained_parameters
+from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks
 from meshwright.parallel.planner.hardware import HostMemory
 from meshwright.parallel.planner.ledger import KEPT, PASSING, Ledger, ModuleTensors
+from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.walk import StepSink, StepWalk, inner_blocks, without
 from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, ModuleWorkload, total
 
@@ -39,6 +45,7 @@ GATHERED = ("gathered", "kept")
 AFTER_BACKWARD = ("saved", *GATHERED, "whole gradients", "sharded gradients", "summed over replicas")
 
 
+@clock.phase("memory")
 def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
     """Return a step's memory under AdamW: parameters and gradients in the plan's storage_dtype and two
     moments, all with the same sharding. Host memory of `cpu_offload` is not included.
@@ -365,47 +372,87 @@ class UnitBytes:
         return sum(map(self.trained_values, unit.modules)) * kept
 
 
-def whole_gradient_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """Return the bytes of the whole gradients that a rank keeps from one micro batch to the next."""
-    return sum(
-        int(trained_parameters(unit.modules, work)) * DTYPE_BYTES[unit.reduce_dtype]
-        for unit in plan.units
-        if sums_whole_gradients(unit, plan)
-    )
+class LeastMemory(NamedTuple):
+    """Bytes of one rank at moments of the last micro batch, which its peak cannot be below: when the head
+    needs the most, while the activations of all other modules are saved; in the backward of the module before
+    it; and at the end of the backward, when all gradients exist. Without the buffers of all-gathers, of which
+    a GPU has a pool of its own: their bytes at the moment with the most.
+    """
+
+    at_head: int
+    before_head: int
+    at_end: int
+    gathering: int
 
 
-def least_bytes(plan: Plan, work: ModelWorkload) -> int:
-    """Return a quick lower bound of a rank's peak in bytes: its shards of parameters and moments, if they are
-    on the device, and the saved activations that stay there."""
-    parameters = sum(work.modules[name].parameters for name in plan.modules) // plan.mesh.shards
-    trained = trained_parameters(plan.modules, work) / plan.mesh.shards
-    sent = sent_blocks(plan, work)
-    kept = sum(
-        work.modules[name].saved_bytes.at(plan.micro_batch_size)
+def least_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
+    """Return a quick lower bound of a rank's peak."""
+    sizes, begun, leaves = UnitBytes(plan, work), plan.accumulation > 1, leaves_parameters(plan)
+    state = gradients = summed = gathered = 0.0
+    for unit in plan.units:
+        count, modules = work.count(unit.name), unit.modules
+        trained = sum(map(sizes.trained_values, modules))
+        state += count * (sum(map(sizes.values, modules)) * sizes.stored + 2 * trained * work.moment_bytes)
+        gradients += count * trained * sizes.stored
+        if begun and sums_whole_gradients(unit, plan):
+            whole = sum(map(sizes.trained_parameters, modules))
+            summed += count * whole * DTYPE_BYTES[reduced_in(unit, plan)]
+        elif begun:
+            summed += count * sizes.accumulated(unit)
+        if unit.reshard_after_forward is False and not leaves:
+            gathered += count * sizes.gathered(unit)
+    if plan.cpu_offload:
+        state = gradients = summed = 0.0
+    sent, micro_batch_size = sent_blocks(plan, work), plan.micro_batch_size
+    saved = {
+        name: work.modules[name].saved_bytes.at(micro_batch_size)
         for name in plan.modules
-        if work.has_backward((name,)) and name not in sent
-    )
-    stored = DTYPE_BYTES[plan.storage_dtype] * parameters + 2 * work.moment_bytes * trained
-    return int((0 if plan.cpu_offload else stored) + kept)
+        if name != work.logits and work.has_backward((name,))
+    }
+    kept = sum(size * work.count(name) for name, size in saved.items() if name not in sent)
+    common = state + summed + gathered + kept
+    head, last = work.modules[work.logits], next(reversed(saved), "")
+
+    def most(moments: Iterable[Linear]) -> float:
+        return max((moment.at(micro_batch_size) for moment in moments), default=0.0)
+
+    at_head, before = most(head.forward.live_bytes + head.backward.live_bytes), 0.0
+    if last:
+        (unit,) = (unit for unit in plan.units if last in unit.modules)
+        fetched = sum(saved[name] for name, following in sent.items() if following == last)
+        before = fetched + most(work.modules[last].backward.live_bytes) - saved[last]
+        if not leaves:
+            before += sizes.gathered(unit) * regathered(unit)
+            of_head = plan.units[-1]
+            if of_head is not unit and work.has_backward(of_head.modules):  # it is reduced, and was freed
+                before += sizes.reduction(of_head, True)[0] * plan.mesh.shards - sizes.gathered(of_head)
+    ahead = prefetch_schedule(plan, "forward")
+    gathering = max(sum(map(sizes.buffer, (unit, *ahead[unit.name]))) for unit in plan.units)
+    buffers = 0 if leaves else gathering
+    return LeastMemory(int(common + at_head), int(common + before), int(state + gradients), buffers)
 
 
 def host_memory(plan: Plan, work: ModelWorkload) -> HostMemory:
     """Return the host memory of a rank beside a device's. What is pinned counts in powers of two, as torch
     allocates it, except activations, whose tensors are not known one by one."""
-    sent = sum(work.modules[name].saved_bytes.at(plan.micro_batch_size) for name in sent_blocks(plan, work))
+    sent = sum(
+        work.modules[name].saved_bytes.at(plan.micro_batch_size) * work.count(name)
+        for name in sent_blocks(plan, work)
+    )
     if not (plan.cpu_offload or work.saves):
         return HostMemory(int(sent))
     shards = [
-        (values, work.trained.get(name, 1.0))
+        (work.count(name), values, work.trained.get(name, 1.0))
         for name in plan.modules
         for values in shard_values(work.modules[name], plan.mesh.shards)
     ]
     stored, moment = DTYPE_BYTES[plan.storage_dtype], work.moment_bytes
-    parameters = sum(round_up(stored * values) for values, _ in shards)
+    parameters = sum(count * round_up(stored * values) for count, values, _ in shards)
     if plan.cpu_offload:  # moments are not pinned
         gradients_and_moments = sum(
-            trained * (round_up(stored * values) + 2 * moment * values) for values, trained in shards
+            count * trained * (round_up(stored * values) + 2 * moment * values)
+            for count, values, trained in shards
         )
         return HostMemory(int(sent), state=int(parameters + gradients_and_moments))
-    moments = sum(trained * 2 * round_up(moment * values) for values, trained in shards)
+    moments = sum(count * trained * 2 * round_up(moment * values) for count, values, trained in shards)
     return HostMemory(int(sent), copies=int((parameters + moments) / plan.mesh.dp_replicate))

@@ -1,48 +1,39 @@
-"""The search for the best plan: branch and bound over all legal plans, by predicted memory and step time.
+"""The search for the best plan: all legal plans are bounded, and those are predicted that can still win.
 
 Keys that have a value in the config keep it; keys at `auto` are searched.
 """
 
 import gc
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import PredictedMemory
-from meshwright.parallel.plan.make import RunShape, count_blocks, make_plan
+from meshwright.parallel.plan.make import RunShape, count_blocks
 from meshwright.parallel.plan.mistakes import describe
 from meshwright.parallel.plan.schema import CP_EXCHANGES, ModelUnits, Plan
 from meshwright.parallel.plan.selective_policy import policy_mistakes
-from meshwright.parallel.planner.cost_model import StepTimes, step_times
+from meshwright.parallel.planner.bounds import Bounds, make_chosen
+from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import HostMemory, Machines
-from meshwright.parallel.planner.memory_model import (
-    host_memory,
-    least_bytes,
-    predict_step_memory,
-    whole_gradient_bytes,
-)
-from meshwright.parallel.planner.search_space import (
-    CHECKPOINTING,
-    Choices,
-    combinations,
-    with_choices,
-    with_gathering,
-)
-from meshwright.parallel.planner.step_time import simulate_step, step_seconds
+from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
+from meshwright.parallel.planner.progress import clock
+from meshwright.parallel.planner.search_space import CHECKPOINTING, Choices, combinations
+from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import ModelWorkload
 
-T = TypeVar("T")
 PARTIAL_MODES = ("selective", "full", "offload")  # also tried for the fewest blocks that fit
 EQUAL = 0.01  # rates that differ by less are a tie, which the simpler plan wins
-MIN_TIMED = 12  # plans simulated before any is pruned, for the list of runners-up
+ALTERNATIVES = 4  # other plans that are predicted too, each computing or exchanging something else
+SURE = 0.99  # of a bound of memory: in the graph of one sequence a tensor or two may live longer
 NEAREST = 24  # plans whose memory is predicted in full if none fits, to find the smallest
 
 
@@ -52,10 +43,10 @@ class Candidate:
 
     Args:
         choices: of the keys that the planner may choose
-        plan: the complete plan; if `at_least`, with activation checkpointing for all blocks
-        lower_bound_s: seconds of a step in which all FSDP communication is hidden
-        needed_bytes: memory per rank including allocator overhead; if `memory` is None, a lower bound without
-            that overhead
+        plan: the complete plan; if `memory` is None that of a model with few of its equal blocks, and if
+            `at_least` with activation checkpointing for all of them
+        lower_bound_s: seconds of a step that waits for nothing; infinite for a plan that does not fit
+        needed_bytes: memory per rank including allocator overhead; if `memory` is None, a lower bound
         host: host memory per rank
         memory: by kind; None if the bounds decided without it
         timeline: the simulated step; None for a plan that does not fit or was pruned
@@ -83,13 +74,15 @@ class SearchResult:
     Args:
         ranked: simulated plans that fit, the best first
         does_not_fit: plans that do not fit, the smallest first
-        pruned: plans whose memory was not predicted, because a lower bound of their step, or their simulated
-            step, is slower than the best plan
+        pruned: plans that were not predicted, the fastest by their bounds first: they are slower than the
+            best, or may tie with it, but are less simple
+        blocks: number of units that can use activation checkpointing
     """
 
     ranked: tuple[Candidate, ...]
     does_not_fit: tuple[Candidate, ...]
     pruned: tuple[Candidate, ...]
+    blocks: int
 
     @property
     def best(self) -> Candidate:
@@ -116,16 +109,7 @@ def search(
         raise PlanError("\n".join(map(describe, mistakes)))
     state = _Search(config, model, shape, machines, trace)
     with _without_collector():
-        for candidate in sorted(state.legal_candidates(), key=lambda c: (-c.rate(), _complexity(c))):
-            state.classify(candidate)
-    state.does_not_fit.sort(key=attrgetter("needed_bytes"))
-    if not state.ranked:
-        nearest = [
-            candidate if candidate.memory else state.evaluate(candidate)
-            for candidate in state.does_not_fit[:NEAREST]
-        ]
-        state.does_not_fit[:NEAREST] = sorted(nearest, key=attrgetter("needed_bytes"))
-    return SearchResult(tuple(_ranked(state.ranked)), tuple(state.does_not_fit), tuple(state.pruned))
+        return state.run()
 
 
 def check_legal(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> None:
@@ -133,17 +117,12 @@ def check_legal(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> N
     mistakes: list[PlanError] = []
     for choices in combinations(config, shape):
         try:
-            _make(config, model, shape, choices)
+            make_chosen(config, model, shape, choices)
         except PlanError as error:
             mistakes.append(error)
         else:
             return
     raise mistakes[0]
-
-
-def _make(config: ParallelConfig, model: ModelUnits, shape: RunShape, choices: Choices) -> Plan:
-    chosen, sizes = with_choices(config, shape, choices)
-    return make_plan(chosen, model, sizes)
 
 
 @contextmanager
@@ -161,7 +140,7 @@ def _without_collector() -> Iterator[None]:
 
 
 class _Search:
-    """A search: its input, the classified candidates, and caches of what is known of choices."""
+    """A search: its input, and the candidates."""
 
     def __init__(
         self,
@@ -172,62 +151,101 @@ class _Search:
         trace: Callable[[Plan], ModelWorkload],
     ) -> None:
         self.config, self.model, self.shape, self.machines = config, model, shape, machines
-        self.blocks = count_blocks(config, model)
-        self.ranked, self.does_not_fit, self.pruned = list[Candidate](), list[Candidate](), list[Candidate]()
-        self.best_rate = 0.0
-        # choices, but for the number of blocks, with which the plan fits without activation checkpointing
-        self.fits_with_none = set[Choices]()
-        # fewest blocks that fit; the resharding and prefetching tried first decides
-        self.fewest = dict[Choices, int]()
-        self.made = self.once_for_all(lambda choices: _make(config, model, shape, choices))
-        self.work = self.once_for_all(lambda choices: trace(self.made(choices)))
-        self.times = self.once_for_all(self.step_times, "reshard_after_forward")
-        self.bounds = self.once_for_all(self.bound)
-        self.memory = cache(lambda choices: predict_step_memory(self.plan(choices), self.work(choices)))
-        self.step_s = cache(lambda choices: step_seconds(*self.timed(choices)))
+        self.trace, self.blocks = trace, count_blocks(config, model)
+        self.bounds = Bounds(config, model, shape, machines, trace)
+        self.open, self.bounded = list[Candidate](), 0  # those that fit by their bounds, the fastest last
+        self.ranked, self.does_not_fit = list[Candidate](), list[Candidate]()
+        self.leanest = dict[Choices, Choices]()  # the first of those that compute the same
+        self.complete = cache(self.make_complete)
+        self.memory = cache(lambda choices: predict_step_memory(*self.complete(choices)))
+        self.least_needs = cache(self.find_least_needs)
+        self.complexity = cache(lambda choices: _complexity(choices, self.blocks))
 
-    def once_for_all(self, find: Callable[[Choices], T], *also: str) -> Callable[[Choices], T]:
-        """Cache a function of what is computed, and of these choices: the first of all choices that are equal
-        in both stands for them."""
-        cached, first = cache(find), dict[Any, Choices]()
+    def run(self) -> SearchResult:
+        """Bound all legal plans, then predict those that can be the best, and some alternatives to it."""
+        for candidate in self.legal_candidates():
+            self.bounded += 1
+            clock.done = f"{self.bounded:,} plans bounded"
+            (self.open if candidate.at_least or self.fits(candidate) else self.does_not_fit).append(candidate)
+        self.open.reverse()
+        self.open.sort(key=lambda c: c.rate())  # of equals the simplest last
+        for choose in (self.next_candidate, self.next_alternative):
+            while chosen := choose():
+                self.predict(chosen)
+        self.does_not_fit.sort(key=attrgetter("needed_bytes"))
+        if not self.ranked:
+            nearest = [c if c.memory else self.evaluate(c) for c in self.does_not_fit[:NEAREST]]
+            self.does_not_fit[:NEAREST] = sorted(nearest, key=attrgetter("needed_bytes"))
+        self.ranked.sort(key=lambda c: -c.rate())
+        if self.ranked:
+            best = self.simplest(self.ranked)
+            self.ranked.remove(best)
+            self.ranked.insert(0, best)
+        return SearchResult(
+            tuple(self.ranked), tuple(self.does_not_fit), tuple(reversed(self.open)), self.blocks
+        )
 
-        def find_once(choices: Choices) -> T:
-            key = (choices.computed, *(choices[name] for name in also))
-            return cached(first.setdefault(key, choices))
+    @property
+    def enough(self) -> float:
+        """The rate above which a plan ties with the fastest that was predicted."""
+        return max((c.rate() for c in self.ranked), default=0.0) * (1 - EQUAL)
 
-        return find_once
+    def simplest(self, candidates: Iterable[Candidate]) -> Candidate:
+        """Return the simplest of those that tie with the fastest."""
+        enough = self.enough
+        return min((c for c in candidates if c.rate() > enough), key=lambda c: self.complexity(c.choices))
 
-    def plan(self, choices: Choices) -> Plan:
-        """Return the plan of the choices. When units gather and reduce makes no plan illegal: of the plans
-        that differ in nothing else only one is made and checked."""
-        return with_gathering(self.made(choices), self.config, choices)
+    def next_candidate(self) -> Candidate | None:
+        """Return the candidate to predict next: the fastest by its bound, then the simplest of those that may
+        tie with the fastest. None if that one was predicted and ties with it whatever the others are."""
+        if not self.open or self.open[-1].rate() <= self.enough:
+            return None
+        fastest = self.open[-1]
+        if not self.ranked:
+            return fastest
+        simplest = self.simplest([*self.open, *self.ranked])
+        if simplest.timeline is None:
+            return simplest
+        return None if simplest.rate() > fastest.rate() * (1 - EQUAL) else fastest
 
-    def step_times(self, choices: Choices) -> StepTimes:
-        """Return the times of the parts of a plan's step."""
-        machines = self.machines
-        return step_times(self.plan(choices), self.work(choices), machines.kind, machines.per_node)
+    def next_alternative(self) -> Candidate | None:
+        """Return the fastest candidate, by its bound, that differs from all that were predicted in more than
+        the number of blocks and when units gather and reduce; None if there are enough."""
+        known = {with_blocks(candidate.choices.computed, 0) for candidate in self.ranked}
+        if not known or len(known) > ALTERNATIVES:
+            return None
+        others = (c for c in reversed(self.open) if with_blocks(c.choices.computed, 0) not in known)
+        return next(others, None)
 
-    def timed(self, choices: Choices) -> tuple[Plan, StepTimes]:
-        """Return the plan and the times of the parts of its step."""
-        return self.plan(choices), self.times(choices)
+    def predict(self, candidate: Candidate) -> None:
+        """Move a candidate from the open ones to those that are ranked or do not fit; one whose number of
+        blocks is to be found comes back with it."""
+        self.open.remove(candidate)
+        if not candidate.at_least:
+            evaluated = self.evaluate(candidate)
+            (self.ranked if evaluated.timeline else self.does_not_fit).append(evaluated)
+            clock.done = f"{self.bounded:,} plans bounded, {len(self.ranked)} that fit predicted"
+        elif settled := self.settle_blocks(candidate):
+            insort(self.open, settled, key=lambda c: c.rate())
 
-    def bound(self, choices: Choices) -> Candidate:
-        """Return a candidate with quick bounds, of its memory without whole gradients."""
-        plan, work = self.made(choices), self.work(choices)
-        lower_bound_s = self.times(choices).step_lower_bound_s(plan.accumulation)
-        return Candidate(choices, plan, lower_bound_s, least_bytes(plan, work), host_memory(plan, work))
+    def make_complete(self, choices: Choices) -> tuple[Plan, ModelWorkload]:
+        """Return the complete plan and its workload."""
+        plan = make_chosen(self.config, self.model, self.shape, choices)
+        return plan, self.trace(plan)
 
     def legal_candidates(self) -> Iterator[Candidate]:
         """Yield all legal plans: with activation checkpointing for all blocks (or the number in the config),
         and for the fewest blocks that could fit."""
-        mistakes: list[PlanError] = []
+        mistakes = dict[Choices, PlanError]()  # by what they compute
         on_hosts: list[PlanError] = []
         any_legal = False
         for choices in combinations(self.config, self.shape, self.blocks):
+            if choices.computed in mistakes:
+                continue
             try:
                 candidates = self.candidate(choices), self.with_fewest_blocks(choices)
             except PlanError as error:
-                mistakes.append(error)
+                mistakes[choices.computed] = error
                 continue
             for candidate in candidates:
                 if candidate and (mistake := self.host_mistake(candidate)):
@@ -236,95 +254,107 @@ class _Search:
                     any_legal = True
                     yield candidate
         if not any_legal:
-            raise (on_hosts or mistakes)[0]
+            raise next(iter(on_hosts or mistakes.values()))
 
     def candidate(self, choices: Choices) -> Candidate:
-        """Return the candidate of the choices. Raises PlanError if they are not legal."""
-        plan, bounds = self.plan(choices), self.bounds(choices)
-        needed = bounds.needed_bytes + whole_gradient_bytes(plan, self.work(choices))
-        return replace(bounds, choices=choices, plan=plan, needed_bytes=needed)
+        """Return the candidate of the choices, by its bounds. If those that compute the same and were tried
+        first, which need the least, do not fit, none does. Raises PlanError if the choices are not legal."""
+        bounds, machines = self.bounds, self.machines
+        host, leanest = bounds.host(choices), self.leanest.setdefault(choices.computed, choices)
+        kept = machines.kept_bytes(host)
+        if not machines.fits(needed := max(self.least_needs(leanest)) + kept, host):
+            return Candidate(choices, bounds.plan(leanest), math.inf, needed, host)
+        candidate = Candidate(
+            choices,
+            bounds.plan(choices),
+            bounds.load(choices).seconds,
+            max(self.least_needs(choices)) + kept,
+            host,
+        )
+        return candidate if self.fits(candidate) else replace(candidate, lower_bound_s=math.inf)
+
+    def find_least_needs(self, choices: Choices) -> tuple[int, ...]:
+        """Return what a process needs at the moments of `LeastMemory`."""
+        *moments, buffers = self.bounds.memory(choices)
+        pool = 0 if self.machines.kind.cores else buffers
+        return tuple(self.machines.least_needed_bytes(int(SURE * (used + pool))) for used in moments)
 
     def with_fewest_blocks(self, choices: Choices) -> Candidate | None:
         """Return the candidate with a lower bound of the fewest blocks that fit; its plan is that of all
         blocks. None if all are needed, the mode has no partial form, or the config sets the number."""
         if choices.activation_checkpoint not in PARTIAL_MODES or self.blocks < 2:
             return None
+        available = self.machines.available_bytes
         if self.config.activation_checkpoint_blocks != "auto":
             return None
-        plan, treated, kept = self.plan(choices), self.bounds(choices), self.bounds(with_none(choices))
-        available = self.machines.available_bytes - whole_gradient_bytes(plan, self.work(choices))
-        excess = kept.needed_bytes - available
-        share = max(excess / max(kept.needed_bytes - treated.needed_bytes, 1), 1 / self.blocks)
+        if any(max(self.least_needs(all_)) > available for all_ in (self.leanest[choices.computed], choices)):
+            return None
+        kept, treated = (self.least_needs(each)[0] for each in (with_none(choices), choices))
+        share = max((kept - available) / max(kept - treated, 1), 1 / self.blocks)
         if (count := math.ceil(share * self.blocks)) >= self.blocks:
             return None
-        # recompute costs in proportion to the share; offload the time by which copies exceed compute
-        if (times := self.times(choices)).offload_s:
-            lower_bound_s = times.step_lower_bound_s(plan.accumulation, offloaded=share)
-        else:
-            lower_bound_s = kept.lower_bound_s + share * (treated.lower_bound_s - kept.lower_bound_s)
-        needed = min(kept.needed_bytes, self.machines.available_bytes)
-        return Candidate(with_blocks(choices, count), plan, lower_bound_s, needed, at_least=True)
+        needed = min(kept, available)
+        seconds = self.some_blocks_s(choices, count)
+        plan, host = self.bounds.plan(choices), self.bounds.host(choices)
+        host = replace(host, activations=int(host.activations * (count - 1) / (self.blocks - 1)))
+        return Candidate(with_blocks(choices, count), plan, seconds, needed, host, at_least=True)
 
-    def classify(self, candidate: Candidate) -> None:
-        """Add a candidate to `ranked`, `does_not_fit` or `pruned`, and simulate it if it can be the best.
-        Candidates must come in the order of their bounds, the fastest first."""
-        if not candidate.at_least and not self.fits(candidate):
-            self.does_not_fit.append(candidate)
-        elif self.is_slower(candidate) or self.is_slower(candidate := self.with_simulated_bound(candidate)):
-            self.pruned.append(candidate)
-        elif not candidate.at_least:
-            evaluated = self.evaluate(candidate)
-            (self.ranked if evaluated.timeline else self.does_not_fit).append(evaluated)
-            self.best_rate = max(self.best_rate, evaluated.rate() if evaluated.timeline else 0.0)
-            if evaluated.timeline and candidate.choices.activation_checkpoint == "none":
-                self.fits_with_none.add(candidate.choices)
-        elif with_none(candidate.choices) not in self.fits_with_none and (
-            settled := self.settle_blocks(candidate)
-        ):
-            self.classify(settled)
+    def some_blocks_s(self, choices: Choices, count: int) -> float:
+        """Return a lower bound of a step with activation checkpointing for some of the blocks, in seconds: in
+        proportion between those for none and for all. The last of the offloaded blocks is not copied."""
+        copied = count - (choices.activation_checkpoint == "offload")
+        none, treated = map(self.bounds.load, (with_none(choices), with_blocks(choices, self.blocks)))
+        return none.mixed(treated, copied / self.blocks).seconds
 
     def evaluate(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its memory and, if it fits, its simulated step."""
-        memory = self.memory(candidate.choices)
-        needed = self.machines.needed_bytes(memory, candidate.host)
-        evaluated = replace(candidate, memory=memory, needed_bytes=needed)
+        choices, machines = candidate.choices, self.machines
+        (plan, work), memory = self.complete(choices), self.memory(choices)
+        host = host_memory(plan, work)
+        needed = machines.needed_bytes(memory, host)
+        evaluated = replace(candidate, plan=plan, memory=memory, needed_bytes=needed, host=host)
         if not self.fits(evaluated):
             return evaluated
-        return replace(evaluated, timeline=simulate_step(*self.timed(candidate.choices)))
-
-    def with_simulated_bound(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with the simulated step as its lower bound, which costs less than its memory:
-        with the fewest blocks that could fit, if they are still to be counted."""
-        if len(self.ranked) < MIN_TIMED:
-            return candidate
-        return replace(candidate, lower_bound_s=self.step_s(candidate.choices))
-
-    def is_slower(self, candidate: Candidate) -> bool:
-        """Whether the candidate is slower than the best by its bound."""
-        return candidate.rate() < self.best_rate * (1 - EQUAL) and len(self.ranked) >= MIN_TIMED
+        times = step_times(plan, work, machines.kind, machines.per_node)
+        return replace(evaluated, timeline=simulate_step(plan, times))
 
     def settle_blocks(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate with the fewest blocks that fit; memory grows with every block fewer. None if
         all are needed (a separate candidate), if even all do not fit, or if host memory is too small."""
-        key, choices = with_blocks(candidate.choices.computed, 0), candidate.choices
-        # The resharding and prefetching tried first need the least memory: the others never need fewer.
-        least = max(choices.activation_checkpoint_blocks, self.fewest.get(key, 0))
-        if least >= self.blocks:
+        choices, count = candidate.choices, candidate.choices.activation_checkpoint_blocks
+        none, treated = map(self.least_needs, (with_none(choices), with_blocks(choices, self.blocks)))
+        may_be_none = (
+            self.config.activation_checkpoint == "auto" and max(none) <= self.machines.available_bytes
+        )
+        if may_be_none and self.excess_bytes(with_none(choices)) <= 0:
             return None
-        if self.is_slower(settled := self.candidate(with_blocks(choices, least))):
-            return settled
-        counts = range(least, self.blocks)
-        count = least + bisect_left(counts, True, key=lambda n: self.on_device(with_blocks(choices, n)))
-        self.fewest.setdefault(key, count)
-        if count == self.blocks:
+        freed = max((none[0] - treated[0]) / self.blocks, 1.0)  # by each block
+        too_few = count - 1
+        while count < self.blocks and (excess := self.excess_bytes(with_blocks(choices, count))) > 0:
+            too_few, count = count, count + math.ceil(excess / freed)
+        counts = range(too_few + 1, min(count, self.blocks))
+        count = (
+            too_few
+            + 1
+            + bisect_left(counts, True, key=lambda n: self.excess_bytes(with_blocks(choices, n)) <= 0)
+        )
+        if count >= self.blocks:
             return None
-        settled = self.candidate(with_blocks(choices, count))
+        choices = with_blocks(choices, count)
+        plan, work = self.complete(choices)
+        settled = Candidate(
+            choices,
+            plan,
+            self.some_blocks_s(choices, count),
+            0,
+            host_memory(plan, work),
+            self.memory(choices),
+        )
         return None if self.host_mistake(settled) else settled
 
-    def on_device(self, choices: Choices) -> bool:
-        """Whether the device has the memory, whatever the host has."""
-        needed_bytes = self.machines.needed_bytes(self.memory(choices), HostMemory())
-        return needed_bytes <= self.machines.available_bytes
+    def excess_bytes(self, choices: Choices) -> int:
+        """Return by how much the memory of a plan exceeds that of the device, whatever the host has."""
+        return self.machines.needed_bytes(self.memory(choices), HostMemory()) - self.machines.available_bytes
 
     def host_mistake(self, candidate: Candidate) -> PlanError | None:
         """Return why the host rules a candidate out. Offloading to the device's own memory saves nothing."""
@@ -350,14 +380,6 @@ def with_none(choices: Choices) -> Choices:
     return replace(choices, activation_checkpoint="none", activation_checkpoint_blocks=0)
 
 
-def _ranked(candidates: list[Candidate]) -> list[Candidate]:
-    """Return the candidates, the fastest first, but before all the simplest that ties with the fastest."""
-    ranked = sorted(candidates, key=lambda c: -c.rate())
-    tie = [c for c in ranked if c.rate() > ranked[0].rate() * (1 - EQUAL)]
-    best = min(tie, key=_complexity, default=None)
-    return [best, *(c for c in ranked if c is not best)] if best else []
-
-
 # What makes a plan simpler, the first difference decides: a key, and its simpler value, all values from the
 # simplest on, or None for the smaller value. `modes`: the number of modes of activation checkpointing.
 SIMPLER: tuple[tuple[str, Any], ...] = (
@@ -379,11 +401,10 @@ SIMPLER: tuple[tuple[str, Any], ...] = (
 )
 
 
-def _complexity(candidate: Candidate) -> tuple[Any, ...]:
+def _complexity(choices: Choices, blocks: int) -> tuple[Any, ...]:
     """A sort key, the simplest first: fewer mesh axes, less recompute, all blocks the same, default values,
-    small micro batches."""
-    choices, units = candidate.choices, candidate.plan.units[1:-1]
-    modes = len({unit.activation_checkpoint for unit in units})
+    small micro batches. `blocks`: of the model."""
+    modes = 1 + (0 < choices.activation_checkpoint_blocks < blocks)
     values = {**vars(choices), "modes": modes, "prefetch": str(choices.prefetch)}
 
     def rank(value: Any, simpler: Any) -> Any:

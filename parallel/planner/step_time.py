@@ -15,6 +15,7 @@ from meshwright.parallel.plan.schema import (
     sums_whole_gradients,
 )
 from meshwright.parallel.planner.cost_model import StepTimes
+from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.timeline import (
     COMPUTE,
     EXPOSED,
@@ -25,7 +26,7 @@ from meshwright.parallel.planner.timeline import (
     Timeline,
     TimelineEvent,
 )
-from meshwright.parallel.planner.walk import StepSink, StepWalk, inner_blocks, without
+from meshwright.parallel.planner.walk import StepSink, StepWalk
 
 STREAMS = {  # lane -> stream
     HOST: HOST,
@@ -38,32 +39,84 @@ STREAMS = {  # lane -> stream
     OFFLOAD: OFFLOAD,
 }
 ALONE = frozenset({COMPUTE, OFFLOAD, HOST})  # streams that do not share the link of the collectives
-EDGE = 6  # blocks at each end of a row of equal ones, after which each adds the same time (within 0.01%)
 SHARD_CHANNEL = "dp_shard"  # the communicator that all-gathers and reduce-scatters share
 
 
+@clock.phase("timeline")
 def simulate_step(plan: Plan, times: StepTimes) -> Timeline:
     """Simulate one optimizer step of one rank under FSDP2."""
     return _join([(_timeline(tasks, spans), count) for tasks, spans, count in _simulate(plan, times)])
 
 
-def step_seconds(plan: Plan, times: StepTimes) -> float:
-    """Return the seconds of a simulated step, without its timeline. Each block of a row of equal ones adds
-    the same time, so a step with few of them is simulated, and for each row one with a period more of it."""
+@dataclass(frozen=True)
+class Load:
+    """Seconds that each part of one rank is busy in a step, whatever waits for what.
 
-    def simulated_s(blocks: frozenset[str]) -> float:
-        offload_s = {name: seconds for name, seconds in times.offload_s.items() if name not in blocks}
-        parts = _simulate(without(plan, blocks), replace(times, offload_s=offload_s))
-        return sum(_seconds(spans) * count for _, spans, count in parts)
+    Args:
+        computing_s: the compute stream
+        waited_s: copies to and from host memory that outlast the computing beside them
+        collectives_s: the link of all streams' collectives
+        ends_s: collectives before the first computing of each micro batch, and after the last
+        slowed_s: what computing loses if all collectives run beside it, but for those
+        host_s: the host
+        serial_s: what nothing overlaps
+    """
 
-    by_name = (times.modules, times.units, times.offload_s)
-    rows = inner_blocks(plan, lambda name: [of.get(name) for of in by_name], EDGE)
-    left_out = frozenset[str]().union(*(row.blocks for row in rows))
-    seconds = shortest_s = simulated_s(left_out)
-    for row in rows:
-        added_s = simulated_s(left_out.difference(row.blocks[: row.period])) - shortest_s
-        seconds += added_s * len(row.blocks) / row.period
-    return seconds
+    computing_s: float
+    waited_s: float
+    collectives_s: float
+    ends_s: float
+    slowed_s: float
+    host_s: float
+    serial_s: float
+
+    @property
+    def seconds(self) -> float:
+        """A lower bound of the step: no order of work is faster than the busiest part."""
+        computing_s = self.computing_s + max(self.slowed_s, self.waited_s) + self.ends_s
+        return max(computing_s, self.collectives_s, self.host_s) + self.serial_s
+
+    def mixed(self, other: "Load", share: float) -> "Load":
+        """Return the load of a step of which a share is like another one."""
+        return Load(
+            *(a + share * (b - a) for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+
+def step_load(plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> Load:
+    """Return the load of a step. `repeats`: number of equal blocks that a block stands for, as in
+    `ModelWorkload`."""
+    walk, busy_s = StepWalk(plan, StepSink(), times.has_backward), dict.fromkeys(STREAMS, 0.0)
+    slowest, ends_s, slowed_s, waited_s = max(times.slowdown.values(), default=0.0), 0.0, 0.0, 0.0
+    # what the compute stream does at most while one block is copied: the phase of another one, and its copies
+    beside_s = {
+        phase: max(
+            (times.units[name].most_copied_s(phase) + times.modules[name].of(phase).device_s)
+            for name in times.offload_s
+        )
+        for phase in (("forward", "backward") if times.offload_s else ())
+    }
+    for micro_batch, count in micro_batch_kinds(plan):
+        walk.sink = sink = TaskSink(plan, times)
+        walk.forward(micro_batch)
+        walk.backward(micro_batch)
+        computing = [i for i, task in enumerate(sink.tasks[:-1]) if STREAMS[task.lane] == COMPUTE]
+        for i, task in enumerate(sink.tasks):
+            seconds = task.alone_s * count * repeats.get(task.unit, 1)
+            busy_s[task.lane] += seconds
+            if task.lane == OFFLOAD and task.alone_s:
+                waited_s += seconds * max(0.0, 1 - beside_s[task.phase] / task.alone_s)
+            elif STREAMS[task.lane] not in ALONE:
+                slowed_s += times.slowdown[task.lane] * seconds
+                ends_s += seconds * (not computing[0] < i < computing[-1])
+    serial_s = times.optimizer_s + times.scalars_s
+    if not times.overlaps:
+        return Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, serial_s + sum(busy_s.values()))
+    inside_s = busy_s["tp"] + busy_s["cp"]  # which the collectives of other streams do not slow down
+    collectives_s = sum(seconds for lane, seconds in busy_s.items() if STREAMS[lane] not in ALONE)
+    slowed_s = max(0.0, slowed_s - slowest * (inside_s + ends_s))
+    computing_s = busy_s[COMPUTE] + inside_s
+    return Load(computing_s, waited_s, collectives_s, ends_s, slowed_s, busy_s[HOST], serial_s)
 
 
 @dataclass(frozen=True, slots=True)

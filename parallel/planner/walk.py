@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from meshwright.parallel.plan.schema import (
     MicroBatch,
+    ModelUnits,
     Plan,
     UnitPlan,
     keeps_parameters,
@@ -201,6 +202,17 @@ def inner_blocks(plan: Plan, kind: Callable[[str], object], edge: int) -> list[I
             blocks = tuple(names[begin : begin + count])
             rows.append(InnerBlocks(names[begin - 1], blocks, names[begin + count], period))
     return rows
+
+
+def shortened(model: ModelUnits, blocks: frozenset[str]) -> ModelUnits:
+    """Return the model without some blocks, each of which is a unit of its own."""
+    return replace(
+        model,
+        modules={name: size for name, size in model.modules.items() if name not in blocks},
+        units=[modules for modules in model.units if blocks.isdisjoint(modules)],
+        compiled=model.compiled - blocks,
+        checkpointed=model.checkpointed - blocks,
+    )
 
 
 def without(plan: Plan, blocks: frozenset[str]) -> Plan:

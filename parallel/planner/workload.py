@@ -5,7 +5,7 @@ to bytes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Literal
@@ -162,6 +162,7 @@ class ModelWorkload:
         tables: bytes of the model's buffers and position tables
         moment_bytes: bytes per value of each of the optimizer's two moments
         saves: whether checkpoints are written from copies in host memory
+        repeats: number of equal blocks that a block of a shortened model stands for; 1 if it is not listed
     """
 
     modules: Mapping[str, ModuleWorkload]
@@ -171,6 +172,11 @@ class ModelWorkload:
     tables: int
     moment_bytes: int = 4
     saves: bool = False
+    repeats: Mapping[str, int] = field(default_factory=dict)
+
+    def count(self, name: str) -> int:
+        """Return the number of modules that a module stands for."""
+        return self.repeats.get(name, 1)
 
     @cached_property
     def _frozen_first(self) -> frozenset[str]:

@@ -1,9 +1,10 @@
 """`python -m tools.plan --config X --gpus N`: print the plan of a run and predict its memory and speed,
 without a GPU or a process group.
 
-With `--parallel.plan=auto` the planner chooses the plan. `--min-gpus` finds the fewest GPUs, `--sweep` plans
-for a range of them, and `--check` compares the prediction with the real code. `--compare` compares DDP, FSDP
-and HSDP. `python -m tools.plan diff A.yaml B.yaml` lists the differences between two plan files.
+With `--parallel.plan=auto` the planner chooses the plan. `--min-gpus` finds the fewest GPUs, `--days` the
+fewest that are in time, `--sweep` plans for a range of them, and `--check` compares the prediction with the
+real code. `--compare` compares DDP, FSDP and HSDP. `tools.plan diff A.yaml B.yaml` compares two plan files;
+`tools.plan --gpu list` lists the machines.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from meshwright.tools.cli import (
     positive,
     run_tool,
 )
+from meshwright.tools.plan.kinds import list_kinds
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments[:1] == ["diff"]:
         compare_files(make_diff_parser().parse_args(arguments[1:]))
         return
+    if show_kinds(arguments):
+        return
     options, job = read_options(arguments)
     from meshwright.tools.plan import show  # late: -h and mistakes are answered before torch is imported
 
@@ -45,6 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show.show_sweep(options, job)
     elif show.show_plan(options, job):
         sys.exit(EXIT_DIFFERS)
+
+
+def show_kinds(arguments: Sequence[str]) -> bool:
+    """Print the kinds of machines if the arguments are those of --gpu list, and return whether they are."""
+    parser = _PlanParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu")
+    parser.add_argument("--json", action="store_true")
+    options, others = parser.parse_known_args(arguments)
+    if options.gpu != LIST:
+        return False
+    if others:
+        raise ConfigError(f"--gpu {LIST} prints all kinds, without a plan: remove {' '.join(others)}")
+    print(list_kinds(options.json))
+    return True
 
 
 def compare_files(options: argparse.Namespace) -> None:
@@ -60,13 +78,15 @@ def compare_files(options: argparse.Namespace) -> None:
         print(f"{options.a} -> {options.b}", *lines, sep="\n")
 
 
-PROG = "tools.plan"
-NEED_GPU = ("tokens", "timeline", "min_gpus", "sweep")
+PROG, LIST = "tools.plan", "list"
+HOW_MANY = ("min_gpus", "days", "sweep")  # which search for a number of GPUs
+NEED_GPU = ("tokens", "timeline", *HOW_MANY)
+NEED_TOKENS = ("days", "price")
 OF_ONE_PLAN = ("save", "timeline", "check")
 # options -> those that they refuse, and why
 CONFLICTS = {
     "compare": (
-        ("gpu", "tokens", "min_gpus", "sweep", *OF_ONE_PLAN),
+        ("gpu", "tokens", "price", *HOW_MANY, *OF_ONE_PLAN),
         "which shows only the memory and the collectives of each strategy",
     ),
     "sweep": (OF_ONE_PLAN, "which makes several plans (one with --gpus)"),
@@ -80,8 +100,9 @@ EXAMPLES = """\
     python -m tools.plan --config llama_8b --gpus 8 --gpu h100-sxm --save p.yaml
     torchrun --nproc-per-node 8 -m train.main --config llama_8b \\
         --parallel.plan=p.yaml
-  the fewest GPUs; the best plan for this machine, which measures itself first:
+  the fewest GPUs; in 30 days, and what that costs; the best plan for this machine:
     python -m tools.plan --config llama_405b --gpu h200 --min-gpus
+    python -m tools.plan --config llama_8b --gpu h200 --tokens 1e12 --days 30 --price 2
     python -m tools.plan --config llama_debug --gpus 2 --gpu here \\
         --parallel.plan=auto
   compare a prediction with the real code; the plans of two runs:
@@ -113,12 +134,14 @@ def make_parser() -> argparse.ArgumentParser:
     how_many = parser.add_mutually_exclusive_group(required=True).add_argument
     how_many("--gpus", type=positive, metavar="N", help="processes of the run, one per GPU")
     how_many("--min-gpus", action=flag, help="the fewest, a power of two, that the run fits on")
+    how_many("--days", type=number_from(0.01), metavar="D", help="the fewest for --tokens in D days")
     how_many("--sweep", metavar="gpus=A..B", help="a line for A GPUs, 2A, 4A, ... up to B")
     add_node_option(parser)
     kinds = ", ".join(load_hardware())
-    add("--gpu", metavar="KIND", help=f"predict time, and whether it fits: {kinds}, or here")
+    add("--gpu", metavar="KIND", help=f"predict time, and whether it fits: {kinds}, here; {LIST}: print them")
     add("--uncorrected", action=flag, help="with --gpu here: leave out what this machine's runs correct")
     add("--tokens", type=number_from(1), metavar="T", help="time to train on as many, as 1e12")
+    add("--price", type=number_from(0.01), metavar="P", help="of a GPU hour: what --tokens cost")
     add("--save", type=Path, metavar="FILE", help="write the plan, for --parallel.plan=FILE")
     add("--timeline", type=Path, metavar="FILE", help="a step as .svg, .png or .json (ui.perfetto.dev)")
     add("--check", action=flag, help="run the real code of one rank; exit code 1 if it differs")
@@ -161,23 +184,24 @@ def _check_together(options: argparse.Namespace, job: TrainingJob) -> None:
                 raise ConfigError(
                     f"{_option(name)}: not available with --{option}, {reason}: remove the option"
                 )
-    plan, kinds = job.parallel.plan, ", ".join(load_hardware())
+    plan, kinds = job.parallel.plan, ", ".join([*load_hardware(), f"here (--gpu {LIST} describes them)"])
     if options.gpu == "":
-        raise ConfigError(f"--gpu has no value: use one of {kinds}, here, or omit it")
+        raise ConfigError(f"--gpu has no value: use one of {kinds}, or omit it")
     if options.uncorrected and options.gpu != "here":
         raise ConfigError("--uncorrected needs --gpu here: no other machine has runs to correct it")
     from_file = plan not in ("auto", "manual")
     for name in NEED_GPU:
         if getattr(options, name) and not options.gpu:
-            raise ConfigError(f"{_option(name)} needs --gpu KIND, one of {kinds}, or --gpu here")
-        if getattr(options, name) and from_file and name in ("min_gpus", "sweep"):
+            raise ConfigError(f"{_option(name)} needs --gpu KIND, one of {kinds}")
+        if getattr(options, name) and from_file and name in HOW_MANY:
             raise ConfigError(
                 f"{_option(name)}: parallel.plan={plan} is a file for one number of GPUs: use auto or manual"
             )
+    for name in NEED_TOKENS:
+        if getattr(options, name) and not options.tokens:
+            raise ConfigError(f"{_option(name)} needs --tokens T, the number to train on, such as 1e12")
     if plan == "auto" and not options.gpu and not options.compare:
-        raise ConfigError(
-            f"parallel.plan=auto needs --gpu KIND to predict memory and speed, one of {kinds}, here"
-        )
+        raise ConfigError(f"parallel.plan=auto needs --gpu KIND to predict memory and speed, one of {kinds}")
 
 
 def _option(name: str) -> str:

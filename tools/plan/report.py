@@ -1,10 +1,10 @@
 """The report of `tools.plan` on one run, as text and JSON: its plan with reasons, memory, time, whether it
-fits, and runners-up."""
+fits, the best plans side by side, and the time and the price of a training."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any
 
 from meshwright.parallel.errors import PlanError
@@ -17,7 +17,6 @@ from meshwright.parallel.planner.accuracy import MEMORY, load_errors, speed_erro
 from meshwright.parallel.planner.explain import needed_gib
 from meshwright.parallel.planner.hardware import Hardware, Machines, load_hardware, machines_of_kind
 from meshwright.parallel.planner.search import Candidate, SearchResult
-from meshwright.parallel.planner.search_space import Choices
 from meshwright.parallel.planner.timeline_plot import ROWS, in_ms
 from meshwright.tools.cli import format_table
 from meshwright.tools.simulate import memory_table
@@ -25,11 +24,39 @@ from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.auto import choose_plan
 from meshwright.train.planning.fit import MAX_PROCESSES, check_fits, fewest_processes
-from meshwright.train.planning.predict import Prediction, plan_for, predict, predict_memory
+from meshwright.train.planning.predict import Prediction, check_legal_plans, plan_for, predict, predict_memory
 from meshwright.train.planning.resolve import check_attention
 from meshwright.train.planning.tracing_aside import traced_aside
+from meshwright.train.training import training_flops
 
 HOUR_S, DAY_S = 3600, 86400
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The number of tokens to train on, and the price of a GPU hour in any currency; None: not known."""
+
+    tokens: float | None = None
+    price: float | None = None
+
+    def time_to_train(self, rate: float | None, machines: Machines) -> dict[str, float]:
+        """Return the time to train at `rate` tokens per second and GPU, without checkpoints, evaluation and
+        failures, the fewest and the most days by the errors of such predictions, and the cost. Empty without
+        a rate or tokens."""
+        if not (rate and self.tokens):
+            return {}
+        gpus = machines.processes
+        days = self.tokens / (rate * gpus) / DAY_S
+        errors = speed_errors(machines.kind, gpus, machines.per_node)
+        time = {
+            "tokens": self.tokens,
+            "days": days,
+            "fewest_days": days * (1 + min(0.0, *(e.lowest for e in errors))),
+            "most_days": days * (1 + max(e.highest for e in errors)),
+            "gpu_days": gpus * days,
+            "gpu_hours": gpus * days * DAY_S / HOUR_S,
+        }
+        return time | ({"cost": time["gpu_hours"] * self.price} if self.price else {})
 
 
 @dataclass(frozen=True)
@@ -45,6 +72,7 @@ class PlanReport:
         fit_error: why the plan does not fit, and what would; "" if it fits or without --gpu
         choice: the result of the search; None without parallel.plan=auto
         advice: on questionable settings of a plan that the planner did not choose, one sentence each
+        goal: the tokens that it trains on, and the price
     """
 
     job: TrainingJob
@@ -55,6 +83,7 @@ class PlanReport:
     fit_error: str
     choice: SearchResult | None
     advice: tuple[str, ...]
+    goal: Goal
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -65,6 +94,12 @@ class PlanReport:
     def where(self) -> tuple[Hardware, int, int]:
         """The kind of machine, the number of processes, and of those on a node."""
         return self.machines.kind, self.machines.processes, self.machines.per_node
+
+    @property
+    def time_to_train(self) -> dict[str, float]:
+        """`Goal.time_to_train` at the predicted rate."""
+        rate = self.prediction.tokens_per_s_per_gpu if self.prediction else None
+        return self.goal.time_to_train(rate, self.machines)
 
 
 def find_kind(name: str, option: str) -> Hardware:
@@ -77,12 +112,13 @@ def find_kind(name: str, option: str) -> Hardware:
         ) or difflib.get_close_matches(name, kinds, n=1, cutoff=0.3)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f"{option}={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}"
+            f"{option}={name}: there is no configs/hardware/{name}.yaml. {hint}Known: {', '.join(kinds)}. "
+            "python -m tools.plan --gpu list describes them"
         )
     return kinds[name]
 
 
-def make_report(job: TrainingJob, machines: Machines) -> PlanReport:
+def make_report(job: TrainingJob, machines: Machines, goal: Goal = Goal()) -> PlanReport:
     """Plan and predict a run. Raises PlanError if no plan is legal, and with plan=auto if none fits."""
     hardware, choice, prediction, fit_error = machines.hardware, None, None, ""
     advice = tuple[str, ...]()
@@ -103,40 +139,50 @@ def make_report(job: TrainingJob, machines: Machines) -> PlanReport:
             except PlanError as error:
                 fit_error = str(error)
     memory = prediction.memory if prediction else predict_memory(job, plan)
-    return PlanReport(job, machines, plan, memory, prediction, fit_error, choice, advice)
+    return PlanReport(job, machines, plan, memory, prediction, fit_error, choice, advice, goal)
 
 
-def find_fewest(job: TrainingJob, gpus_per_node: int, hardware: Hardware) -> int:
-    """Return the fewest GPUs, a power of two, that the run fits on: with any plan for plan=auto, else with
-    the config's plan. Raises PlanError if there are none."""
-    if gpus := fewest_processes(job, lambda n: machines_of_kind(hardware, n, gpus_per_node)):
-        return gpus
-    failure = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
+def report_on_fewest(
+    job: TrainingJob, gpus_per_node: int, hardware: Hardware, goal: Goal, days: float
+) -> PlanReport:
+    """Return the report on the fewest GPUs, a power of two, that the run fits on, with any plan for
+    plan=auto, else with the config's, and on which the goal's tokens take at most `days` by the prediction.
+    Raises PlanError if there are none."""
+    powers = [machines_of_kind(hardware, 2**n, gpus_per_node) for n in range(MAX_PROCESSES.bit_length())]
+    fewest = fewest_processes(job, lambda gpus: powers[gpus.bit_length() - 1])
+    if not fewest:
+        failure = "no plan fits" if job.parallel.plan == "auto" else "this plan does not fit"
+        raise PlanError(
+            f"{failure} on 1 to {MAX_PROCESSES} {hardware.name} with sequences of {job.seq_len} tokens: "
+            "reduce train.seq_len, or leave more keys at auto with --parallel.plan=auto"
+        )
+    least = max(fewest, (goal.tokens or 0) / (days * DAY_S * most_rate(job, hardware)))
+    legal = []
+    for machines in powers[fewest.bit_length() - 1 :]:
+        with suppress(PlanError):  # as of a global batch that so many GPUs do not divide
+            (check_legal_plans if job.parallel.plan == "auto" else plan_for)(job, machines)
+            legal.append(machines)
+    for machines in [m for m in legal if m.processes >= least] or legal[-1:]:
+        report = make_report(job, machines, goal)
+        if report.time_to_train.get("days", 0.0) <= days:
+            return report
     raise PlanError(
-        f"--min-gpus: {failure} on 1 to {MAX_PROCESSES} {hardware.name} with sequences of "
-        f"{job.seq_len} tokens: reduce train.seq_len, or leave more keys at auto with "
-        "--parallel.plan=auto"
+        f"--days={days:g}: no power of two up to {MAX_PROCESSES} {hardware.name} is sufficient. The most "
+        f"that can run it, {machines.processes}, need {report.time_to_train['days']:,.1f} days by the "
+        "prediction: allow more days, or for more GPUs a larger train.global_batch_size"
     )
 
 
-def time_to_train(rate: float, machines: Machines, tokens: float) -> dict[str, float]:
-    """Return the time to train on `tokens` at `rate` per second and GPU, without checkpoints, evaluation and
-    failures; and the fewest and the most days by the errors of such predictions."""
-    gpus = machines.processes
-    seconds, errors = tokens / (rate * gpus), speed_errors(machines.kind, gpus, machines.per_node)
-    longest, shortest = max(e.highest for e in errors), min(e.lowest for e in errors)
-    return {
-        "tokens": tokens,
-        "days": seconds / DAY_S,
-        "fewest_days": seconds / DAY_S * (1 + shortest),
-        "most_days": seconds / DAY_S * (1 + longest),
-        "gpu_days": gpus * seconds / DAY_S,
-        "gpu_hours": gpus * seconds / HOUR_S,
-    }
+def most_rate(job: TrainingJob, hardware: Hardware) -> float:
+    """Return tokens per second and GPU that no prediction exceeds: those of the peak."""
+    float8 = job.parallel.float8.recipe != "none"
+    peak = max(peak for dtype, peak in hardware.peak_tflops.items() if float8 or dtype != "float8")
+    return peak * 1e12 * max(hardware.cores, 1) / hardware.slower / training_flops(job)[1]
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
-    """Return the report as plain data: plan, reasons, advice, predicted; with plan=auto the candidates."""
+    """Return the report as plain data: plan, reasons, advice, predicted; with plan=auto the candidates, and
+    with tokens the time to train."""
     document: dict[str, Any] = {
         "plan": plan_to_dict(report.plan),
         "reasons": list(report.reasons),
@@ -144,8 +190,9 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "predicted": _predicted(report),
     }
     if report.choice:
-        document["candidates"] = list(_candidates(report, report.choice))
-    return document
+        candidates = (*report.choice.ranked, *report.choice.does_not_fit)
+        document["candidates"] = [_candidate(report, candidate) for candidate in candidates]
+    return document | ({"time_to_train": time} if (time := report.time_to_train) else {})
 
 
 def _predicted(report: PlanReport) -> dict[str, Any]:
@@ -167,6 +214,7 @@ def _predicted(report: PlanReport) -> dict[str, Any]:
         "mfu": prediction and prediction.mfu,
         "mfu_causal": prediction and prediction.mfu_causal,
         "bound": prediction and _bound(report.machines.kind, prediction),
+        "source": prediction and report.machines.kind.source,
         "errors": prediction and list(map(asdict, speed_errors(*report.where))),
         "fits": None if prediction is None else not report.fit_error,
     }
@@ -179,42 +227,30 @@ def _bound(kind: Hardware, prediction: Prediction) -> dict[str, float | None] | 
     return {**bounds, "mfu": mfu and mfu / kind.reached} if kind.is_bound else None
 
 
-def _candidates(report: PlanReport, choice: SearchResult) -> Iterator[dict[str, Any]]:
-    """Yield the plans that fit, the best first; then those that do not, the smallest first."""
-    available_gib = report.machines.available_bytes / GIB
-    for candidate in (*choice.ranked, *choice.does_not_fit):
-        timeline = candidate.timeline
-        row = {
-            "choices": asdict(candidate.choices),
-            "fits": timeline is not None,
-            "needed_gib": candidate.needed_bytes / GIB,
-            "step_time_s": timeline and timeline.step_s,
-            "tokens_per_s_per_gpu": timeline and token_rate(report.job, candidate),
-            "exposed_share": timeline and timeline.exposed_share,
-        }
-        yield (
-            row if timeline else row | {"reason": f"needs {needed_gib(candidate)} of {available_gib:.1f} GiB"}
-        )
+def _candidate(report: PlanReport, candidate: Candidate) -> dict[str, Any]:
+    """Return a candidate as plain data; without a step, and with a reason, if it does not fit."""
+    timeline, needed = candidate.timeline, candidate.needed_bytes / GIB
+    row = {"choices": asdict(candidate.choices), "fits": timeline is not None, "needed_gib": needed}
+    if timeline is None:
+        reason = f"needs {needed_gib(candidate)} of {report.machines.available_bytes / GIB:.1f} GiB"
+        return row | dict.fromkeys(OF_STEP) | {"reason": reason}
+    rate = candidate.rate() * report.job.seq_len / report.machines.processes
+    step = dict(zip(OF_STEP, (timeline.step_s, timeline.exposed_share, rate), strict=True))
+    return row | step | report.goal.time_to_train(rate, report.machines)
 
 
-def token_rate(job: TrainingJob, candidate: Candidate) -> float:
-    """Return tokens per second and GPU."""
-    return candidate.rate() * job.seq_len / candidate.plan.mesh.world_size
-
-
-def distinct(candidates: Sequence[Candidate], shown: Sequence[Choices] = ()) -> Iterator[Candidate]:
-    """Yield candidates, only the first of those that differ in nothing but the prefetch depth. `shown`:
-    choices to leave out in the same way."""
-    seen = {repr(replace(choices, prefetch=None)) for choices in shown}  # repr, because True == 1
+def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the first candidates, and of those that differ only in the prefetch depth and in the number of
+    blocks only the first."""
+    first = dict[str, Candidate]()
     for candidate in candidates:
-        key = repr(replace(candidate.choices, prefetch=None))
-        if key not in seen:
-            seen.add(key)
-            yield candidate
+        same = replace(candidate.choices, prefetch=None, activation_checkpoint_blocks=0)
+        first.setdefault(repr(same), candidate)  # repr: True == 1
+    return list(first.values())[:SIDE_BY_SIDE]
 
 
-RUNNERS_UP = 5
-TOO_LARGE = 3
+SIDE_BY_SIDE = 3
+OF_STEP = ("step_time_s", "exposed_share", "tokens_per_s_per_gpu")
 TITLES = {
     "tp": "tp",
     "cp": "cp",
@@ -231,8 +267,8 @@ TITLES = {
 }
 
 
-def as_text(report: PlanReport, tokens: float | None = None) -> str:
-    """Return the report as text. `tokens`: also show the time to train on this many."""
+def as_text(report: PlanReport) -> str:
+    """Return the report as text."""
     strategy = report.job.parallel.strategy
     notes = [describe_strategy(strategy, report.plan.mesh)] if strategy else []
     notes += [f"advice: {sentence}" for sentence in report.advice]
@@ -241,13 +277,13 @@ def as_text(report: PlanReport, tokens: float | None = None) -> str:
         parts.append("\n".join(["why:", *(f"- {sentence}" for sentence in report.reasons)]))
     parts.append(memory_table(report.memory))
     if report.prediction is not None:
-        parts += [_figures(report, report.prediction, tokens), _verdict(report, report.prediction)]
+        parts += [_figures(report, report.prediction), _verdict(report, report.prediction)]
     if report.choice:
-        parts += _others(report.job, report.choice, report.machines)
+        parts += _candidate_tables(report, report.choice)
     return "\n\n".join(parts)
 
 
-def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -> str:
+def _figures(report: PlanReport, prediction: Prediction) -> str:
     timeline, gpus, kind = prediction.timeline, report.machines.processes, report.machines.kind
     rate = prediction.tokens_per_s_per_gpu
     bound = f", at most {rate / kind.reached:,.0f}" if kind.is_bound else ""
@@ -267,15 +303,16 @@ def _figures(report: PlanReport, prediction: Prediction, tokens: float | None) -
         for lane, waited in timeline.exposed_by_lane.items()
         if waited
     ]
-    if tokens:
-        time = time_to_train(rate, report.machines, tokens)
-        rows.append(
-            (
-                f"{tokens:.3g} tokens",
-                f"{time['days']:,.1f} days ({time['fewest_days']:,.1f} to {time['most_days']:,.1f} by these "
-                f"errors): {time['gpu_days']:,.0f} GPU days, {time['gpu_hours']:,.0f} GPU hours",
-            )
-        )
+    if time := report.time_to_train:
+        text = (
+            "{days:,.1f} days ({fewest_days:,.1f} to {most_days:,.1f} by these errors): {gpu_days:,.0f} GPU "
+            "days, {gpu_hours:,.0f} GPU hours"
+        ).format(**time)
+        rows.append((f"{time['tokens']:.3g} tokens", text))
+        if cost := time.get("cost"):
+            low, high = (cost * time[end] / time["days"] for end in ("fewest_days", "most_days"))
+            text = f"{cost:,.0f} ({low:,.0f} to {high:,.0f}) at {report.goal.price:,.2f} per GPU hour"
+            rows.append(("cost", text))
     plural = "s" if gpus > 1 else ""
     where = (
         f"on {gpus} process{'es' if gpus > 1 else ''}, {report.machines.per_node} per node: {kind.name}"
@@ -296,40 +333,24 @@ def _verdict(report: PlanReport, prediction: Prediction) -> str:
     )
 
 
-def _others(job: TrainingJob, choice: SearchResult, machines: Machines) -> Iterator[str]:
-    """Yield tables of the runners-up and of the smallest plans that do not fit."""
-    runners_up = list(islice(distinct(choice.ranked[1:], [choice.best.choices]), RUNNERS_UP))
-    too_large = list(islice(distinct(choice.does_not_fit), TOO_LARGE))
-    shown = (choice.best, *runners_up, *too_large)
-    keys = keys_to_show(TITLES, [candidate.choices.cp for candidate in shown])
-    head = [*(TITLES[key] for key in keys), "GiB", "step", "tokens/s per GPU", "exposed"]
-    if runners_up:
-        yield "runners-up:\n" + format_table(head, [_row(job, candidate, keys) for candidate in runners_up])
-    if too_large:
-        rows = [_row(job, candidate, keys) for candidate in too_large]
-        yield (
-            f"too large for {machines.available_bytes / GIB:.1f} GiB, the smallest of "
-            f"{len(choice.does_not_fit)}:\n" + format_table(head[: len(keys) + 1], rows)
-        )
-
-
-def keys_to_show(keys: Iterable[str], cp: Iterable[int]) -> list[str]:
-    """Return the keys without those of context parallelism if none of the plans, with these degrees `cp`,
-    uses it."""
-    return [key for key in keys if max(cp) > 1 or key not in ("cp", "cp_exchange")]
-
-
-def _row(job: TrainingJob, candidate: Candidate, keys: Sequence[str]) -> Sequence[str]:
-    cells = [str(candidate.choices[key]).lower() for key in keys]
-    timeline = candidate.timeline
-    if timeline is None:
-        return [*cells, needed_gib(candidate)]
-    times = (
-        seconds(timeline.step_s),
-        f"{token_rate(job, candidate):,.0f}",
-        f"{timeline.exposed_share:.1%}",
-    )
-    return [*cells, needed_gib(candidate), *times]
+def _candidate_tables(report: PlanReport, choice: SearchResult) -> Iterator[str]:
+    """Yield tables of the best plans and of the smallest that do not fit, a column for each: the choices that
+    are not all those of the chosen plan, and the figures."""
+    best, too_large = distinct(choice.ranked), distinct(choice.does_not_fit)
+    available = f"{report.machines.available_bytes / GIB:.1f} GiB"
+    heads = ("best plans", "chosen"), (f"{len(choice.does_not_fit)} too large for {available}", "smallest")
+    for head, plans in zip(heads, (best[1:] and best, too_large), strict=True):
+        cells = {
+            TITLES[key]: [str(plan.choices[key]).lower() for plan in (best[0], *plans)] for key in TITLES
+        }
+        rows = [(title, *values[1:]) for title, values in cells.items() if len(set(values)) > 1]
+        rows.append(("GiB", *map(needed_gib, plans)))
+        figures = [_candidate(report, plan) for plan in plans]
+        for name, (title, form) in FIGURES.items():
+            if all(of.get(name) is not None for of in figures):
+                rows.append((title, *(form(of[name]) for of in figures)))
+        if plans:
+            yield format_table((*head, "second", "third")[: len(plans) + 1], rows)
 
 
 def seconds(time_s: float) -> str:
@@ -339,3 +360,15 @@ def seconds(time_s: float) -> str:
 
 def _percent(share: float | None) -> str:
     return "unknown: no peak to compare with on a CPU" if share is None else f"{share:.1%}"
+
+
+# title and format of the figures that stand side by side
+FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "reserved_gib": ("GiB", "{:.1f}".format),
+    "step_time_s": ("step", seconds),
+    "exposed_share": ("exposed", "{:.1%}".format),
+    "tokens_per_s_per_gpu": ("tokens/s per GPU", "{:,.0f}".format),
+    "days": ("days", "{:,.1f}".format),
+    "gpu_hours": ("GPU hours", "{:,.0f}".format),
+    "cost": ("cost", "{:,.0f}".format),
+}

@@ -11,13 +11,14 @@ from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.explain import describe_choices, needed_gib
 from meshwright.parallel.planner.hardware import Hardware, Machines, machines_of_kind
 from meshwright.tools.cli import format_table
-from meshwright.tools.plan.report import TITLES, keys_to_show, seconds, time_to_train
+from meshwright.tools.plan.report import FIGURES, TITLES, Goal
 from meshwright.train.config import TrainingJob
 from meshwright.train.errors import ConfigError
 from meshwright.train.planning.fit import MAX_PROCESSES
 from meshwright.train.planning.predict import Prediction, plan_for, predict, predict_needs, search_plans
 
 BAR = 30  # characters of the longest bar
+SHOWN = ("reserved_gib", "step_time_s", "exposed_share", "days", "cost")
 COLUMNS = [key for key in TITLES if key not in ("activation_checkpoint_blocks", "prefetch")]
 
 
@@ -38,18 +39,14 @@ def read_sweep(text: str) -> list[int]:
 
 
 def sweep(
-    job: TrainingJob,
-    counts: Sequence[int],
-    gpus_per_node: int,
-    hardware: Hardware,
-    tokens: float | None = None,
+    job: TrainingJob, counts: Sequence[int], gpus_per_node: int, hardware: Hardware, goal: Goal
 ) -> list[dict[str, Any]]:
-    """Return for each number of GPUs its plan (with plan=auto the best) and figures, or the reason why there
-    is none. Raises PlanError with all reasons if none is possible. `tokens`: also the days for so many."""
+    """Return for each number of GPUs its plan (with plan=auto the best) and figures, with those of the goal,
+    or the reason why there is none. Raises PlanError with all reasons if none is possible."""
     rows = []
     for gpus in counts:
         machines = machines_of_kind(hardware, gpus, gpus_per_node)
-        rows.append({"gpus": gpus, **_figures(predict_on(job, machines), machines, tokens)})
+        rows.append({"gpus": gpus, **_figures(predict_on(job, machines), machines, goal)})
     if not any(row["fits"] for row in rows):
         reasons = "\n".join(f"  {row['gpus']}: {row['reason']}" for row in rows)
         raise PlanError(f"--sweep: the run is possible on none of these numbers of GPUs.\n{reasons}")
@@ -80,16 +77,16 @@ def predict_on(job: TrainingJob, machines: Machines) -> Prediction | str:
     return predict(job, plan, machines.kind, machines.per_node)
 
 
-def _figures(row: Prediction | str, machines: Machines, tokens: float | None) -> dict[str, Any]:
+def _figures(row: Prediction | str, machines: Machines, goal: Goal) -> dict[str, Any]:
     """Return a row as plain data; without a plan all values except fits and reason are null."""
     names = ("choices", "reserved_gib", "step_time_s", "tokens_per_s_per_gpu", "mfu", "exposed_share")
     if isinstance(row, str):
-        return {"fits": False, "reason": row, **dict.fromkeys((*names, "days") if tokens else names)}
+        return {"fits": False, "reason": row, **dict.fromkeys(names)}
     rate = row.tokens_per_s_per_gpu
     figures = row.reserved_bytes / GIB, row.timeline.step_s, rate, row.mfu
     values = (settings_of(row.plan), *figures, row.timeline.exposed_share)
-    days = {"days": time_to_train(rate, machines, tokens)["days"]} if tokens else {}
-    return {"fits": True, "reason": None, **dict(zip(names, values, strict=True)), **days}
+    time = goal.time_to_train(rate, machines)
+    return {"fits": True, "reason": None, **dict(zip(names, values, strict=True)), **time}
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
@@ -101,27 +98,26 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     return {**{key: planned[key] for key in COLUMNS}, "accumulation": plan.accumulation}
 
 
-def as_text(rows: Sequence[dict[str, Any]], tokens: float | None) -> str:
+def as_text(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table with a bar for each number of GPUs, then the numbers without a plan, with reasons."""
     planned = [row for row in rows if row["fits"]]
     best = max(row["tokens_per_s_per_gpu"] for row in planned)
-    keys = keys_to_show(COLUMNS, [row["choices"]["cp"] for row in planned])
-    days = [f"days for {tokens:.3g}"] if tokens else []
-    head = ["GPUs", *(TITLES[key] for key in keys), "GiB", "step", "exposed", *days, "tokens/s per GPU"]
+    uses_cp = any(row["choices"]["cp"] > 1 for row in planned)
+    keys = [key for key in COLUMNS if uses_cp or key not in ("cp", "cp_exchange")]
+    figures = [name for name in SHOWN if name in planned[0]]
+    titles = [*(TITLES[key] for key in keys), *(FIGURES[name][0] for name in figures)]
+    head = ["GPUs", *titles, "tokens/s per GPU"]
     reasons = "\n".join(f"{row['gpus']} GPUs: {row['reason']}" for row in rows if not row["fits"])
     return "\n\n".join(
-        filter(None, (format_table(head, [_cells(row, keys, best) for row in planned]), reasons))
+        filter(None, (format_table(head, [_cells(row, keys, figures, best) for row in planned]), reasons))
     )
 
 
-def _cells(row: dict[str, Any], keys: Sequence[str], best: float) -> list[str]:
+def _cells(row: dict[str, Any], keys: Sequence[str], figures: Sequence[str], best: float) -> list[str]:
     rate = row["tokens_per_s_per_gpu"]
     return [
         str(row["gpus"]),
         *(str(row["choices"][key]).lower() for key in keys),
-        f"{row['reserved_gib']:.1f}",
-        seconds(row["step_time_s"]),
-        f"{row['exposed_share']:.1%}",
-        *([f"{row['days']:,.1f}"] if "days" in row else []),
+        *(FIGURES[name][1](row[name]) for name in figures),
         f"{rate:>8,.0f} {'#' * max(1, round(BAR * rate / best))} {rate / best:.0%}",
     ]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from meshwright.tools.calibrate import HERE, measure_this_machine
 from meshwright.tools.plan import check as checking
 from meshwright.tools.plan import compare, export, scaling
 from meshwright.tools.plan import report as reporting
+from meshwright.tools.plan.progress import progress
 from meshwright.train.config import TrainingJob
 from meshwright.train.planning.correction import find_correction
 
@@ -26,21 +28,24 @@ def show_plan(options: argparse.Namespace, job: TrainingJob) -> bool:
         export.check_target("--save", options.save, export.PLAN_SUFFIXES, overwrites=False)
     if options.timeline:
         export.check_target("--timeline", options.timeline, export.TIMELINE_SUFFIXES, overwrites=True)
-    if options.gpu:
-        hardware = _find_hardware(options, job, options.gpus or options.gpus_per_node)
-        gpus = options.gpus or reporting.find_fewest(job, options.gpus_per_node, hardware)
-        machines = machines_of_kind(hardware, gpus, options.gpus_per_node)
-    else:
-        machines = Machines(options.gpus, min(options.gpus, options.gpus_per_node))
-    report = reporting.make_report(job, machines)
+    hardware = options.gpu and _find_hardware(options, job, options.gpus or options.gpus_per_node)
+    goal, per_node = reporting.Goal(options.tokens, options.price), options.gpus_per_node
+    with progress() as seconds:
+        if options.gpus:
+            no_kind = Machines(options.gpus, min(options.gpus, per_node))
+            machines = machines_of_kind(hardware, options.gpus, per_node) if hardware else no_kind
+            report = reporting.make_report(job, machines, goal)
+        else:
+            report = reporting.report_on_fewest(job, per_node, hardware, goal, options.days or math.inf)
     check = checking.check_run(job, report.plan) if options.check else None
     written = _write(options, report)
     if options.json:
-        print(json.dumps(_document(options, report, check), indent=2))
+        print(json.dumps(_document(options, report, check) | {"seconds": seconds}, indent=2))
     else:
-        first = [f"fewest GPUs: {machines.processes}"] if options.min_gpus else []
+        within = f" for {goal.tokens:.3g} tokens in {options.days:g} days" if options.days else ""
+        first = [] if options.gpus else [f"fewest GPUs{within}: {report.machines.processes}"]
         last = [*([checking.as_text(check)] if check else []), *(f"wrote {path}" for path in written)]
-        print("\n\n".join([*first, reporting.as_text(report, options.tokens), *last]))
+        print("\n\n".join([*first, reporting.as_text(report), *last]))
     return bool(check and check.wrong)
 
 
@@ -48,12 +53,14 @@ def show_sweep(options: argparse.Namespace, job: TrainingJob) -> None:
     """Print a row for each number of GPUs."""
     counts = scaling.read_sweep(options.sweep)
     hardware = _find_hardware(options, job, max(counts))
-    rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, options.tokens)
+    goal = reporting.Goal(options.tokens, options.price)
+    with progress() as seconds:
+        rows = scaling.sweep(job, counts, options.gpus_per_node, hardware, goal)
     if options.json:
-        print(json.dumps({"sweep": rows}, indent=2))
+        print(json.dumps({"sweep": rows, "source": hardware.source, "seconds": seconds}, indent=2))
         return
     lines = map(": ".join, trust(hardware, max(counts), options.gpus_per_node))
-    print("\n\n".join([scaling.as_text(rows, options.tokens), "\n".join(lines)]))
+    print("\n\n".join([scaling.as_text(rows), "\n".join(lines)]))
 
 
 def show_comparison(options: argparse.Namespace, job: TrainingJob) -> None:
@@ -95,10 +102,6 @@ def _document(
     options: argparse.Namespace, report: reporting.PlanReport, check: checking.PlanCheck | None
 ) -> dict[str, Any]:
     document = reporting.as_json(report)
-    if options.min_gpus:
+    if not options.gpus:
         document["min_gpus"] = report.machines.processes
-    if options.tokens and report.prediction:
-        document["time_to_train"] = reporting.time_to_train(
-            report.prediction.tokens_per_s_per_gpu, report.machines, options.tokens
-        )
     return document | ({"check": checking.as_json(check)} if check else {})

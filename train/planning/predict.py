@@ -12,6 +12,7 @@ from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape, count_blocks, make_plan
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.planner.bounds import of_one_sequence
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import (
     Hardware,
@@ -21,6 +22,7 @@ from meshwright.parallel.planner.hardware import (
     reserved_bytes,
 )
 from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
+from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.search import SearchResult, check_legal, search
 from meshwright.parallel.planner.search_space import Choices, combinations, least_memory, with_choices
 from meshwright.parallel.planner.step_time import simulate_step
@@ -108,10 +110,12 @@ def predict_needs(
 def search_plans(job: TrainingJob, machines: Machines, leanest: bool = False) -> SearchResult:
     """Search all legal plans of the job, or with `leanest` those that need the least memory. Raises PlanError
     if there are none."""
+    clock.done = f"plans for {machines.processes} processes"
     units, parallel, shape = model_of(job.model).units, job.parallel, _shape_on(job, machines)
     if leanest:
         parallel, shape = least_memory(parallel, shape, len(units.checkpointed))
-    return search(parallel, units, shape, machines, partial(run_workload, job))
+    with clock.phase("bounds"):
+        return search(parallel, units, shape, machines, partial(run_workload, job))
 
 
 def cases_of_search(job: TrainingJob, machines: Machines) -> Iterator[TraceCase]:
@@ -127,9 +131,10 @@ def cases_of_search(job: TrainingJob, machines: Machines) -> Iterator[TraceCase]
         with contextlib.suppress(PlanError):  # with other degrees of data parallelism it may be legal
             chosen, sizes = with_choices(job.parallel, shape, choices)
             plan = make_plan(chosen, units, sizes)
-            cases = cases_of(job.model, plan, job.seq_len, frozen, job.document_mask)
             made.add(traced)
-            yield from (case for case, _ in cases)
+            for each in (of_one_sequence(plan), plan):
+                cases = cases_of(job.model, each, job.seq_len, frozen, job.document_mask)
+                yield from (case for case, _ in cases)
 
 
 def check_legal_plans(job: TrainingJob, machines: Machines) -> None:
@@ -149,6 +154,7 @@ def _best(job: TrainingJob, machines: Machines) -> tuple[str, str]:
     return best_attention(job, machines.hardware), best_dtype(machines.hardware)
 
 
+@clock.phase("tracing")
 def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
     """Return the model's workload under the plan, with its trained shares, the size of moments, and whether
     it is saved.

@@ -175,7 +175,7 @@ def model_workload(
     for case, names in cases_of(model, plan, seq_len, frozen, document_mask):
         traced |= dict.fromkeys(names, trace_and_keep(case, folder))
     modules, units = dict[str, ModuleWorkload](), trained_model.units
-    parameters_of = parameters_by_module(trained_model.module, plan.modules)
+    parameters_of = _parameters_of(model)
     for name in plan.modules:
         modules[name] = traced.get(name) or _of_container([*parameters_of[name].values()], output)
         output = modules[name].output
@@ -222,10 +222,16 @@ def _of_container(parameters: Sequence[nn.Parameter], output: Linear) -> ModuleW
 
 
 @cache
+def _parameters_of(model: ModelConfig) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the parameters of each module of the units, by name."""
+    return parameters_by_module(model_of(model).module, model_of(model).units.modules)
+
+
+@cache
 def _shared_weights(model: ModelConfig) -> dict[str, frozenset[int]]:
     """Return the places of the parameters that a later module shares, by module: they count there, where
     their gradient begins."""
-    of = parameters_by_module(model_of(model).module, model_of(model).units.modules)
+    of = _parameters_of(model)
     last = dict[nn.Parameter, str]()
     for name, parameters in of.items():
         last |= dict.fromkeys(parameters.values(), name)

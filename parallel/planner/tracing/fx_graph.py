@@ -312,10 +312,38 @@ def inline_custom_op(
     node: Node, code: Callable[..., Any], fixed: Collection[Node], micro_batch_size: int
 ) -> CustomOpBody:
     """Trace a custom operator's code on fake tensors: the node's arguments, scaled from `micro_batch_size` to
-    each of RECORDED_SEQUENCES, except `fixed` ones."""
-    runs = [_run(node, code, fixed, sequences, micro_batch_size) for sequences in RECORDED_SEQUENCES]
+    each of RECORDED_SEQUENCES, except `fixed` ones.
+
+    The largest number among the arguments may be the rows of a chunk. An operator that runs more operations
+    for more of them is traced with one chunk per sequence: all chunks do the same.
+    """
+    for chunks in (_most_chunks(node, fixed, micro_batch_size), 1):
+        runs = [_run(node, code, fixed, n, micro_batch_size * chunks) for n in RECORDED_SEQUENCES]
+        small, large = (recorded for recorded, _ in runs)
+        if chunks > 1 and len(small.operations) < len(large.operations):
+            break
     results = zip(*(sizes for _, sizes in runs), strict=True)
-    return CustomOpBody(join_phases([recorded for recorded, _ in runs]), tuple(map(fit_line, results)))
+
+    def scale(size: Linear) -> Linear:
+        return Linear(size.fixed, size.per_sequence * chunks)
+
+    traced = join_phases((small, large))
+    operations = tuple(
+        replace(each, flops=scale(each.flops), bytes=scale(each.bytes)) for each in traced.operations
+    )
+    phase = Phase(operations, tuple(map(scale, traced.live_bytes)))
+    return CustomOpBody(phase, tuple(scale(fit_line(sizes)) for sizes in results))
+
+
+def _most_chunks(node: Node, fixed: Collection[Node], traced: int) -> int:
+    """Return how many times the rows of a sequence have the largest number among the arguments of an
+    operator; 1 if not all arguments have as many rows, or it does not divide them."""
+    leaves = tree_leaves((node.args, node.kwargs))
+    tensors = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, Node) and leaf not in fixed]
+    rows = {tensor.shape[0] / traced for tensor in tensors if tensor.dim()}
+    largest = max((leaf for leaf in leaves if type(leaf) is int), default=0)
+    chunks = min(rows) / largest if largest > 0 and len(rows) == 1 else 1.0
+    return int(chunks) if chunks > 1 and chunks.is_integer() else 1
 
 
 def _run(

@@ -5,12 +5,13 @@ It needs no device, no process group and no memory. With compilation torch's own
 activations the forward saves and which the backward recomputes, as in the run.
 """
 
-import logging
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from operator import getitem
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch.distributed.tensor import Placement, Shard
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from meshwright.parallel.activation_checkpoint import count_saved
-from meshwright.parallel.compile.apply import through_own_frame
+from meshwright.parallel.activation_checkpoint import count_saved, selective_contexts
 from meshwright.parallel.model.forward import fake_tensors
 from meshwright.parallel.plan.schema import TensorPlan
 from meshwright.parallel.plan.selective_policy import find_op
@@ -101,42 +102,86 @@ def _packet(op: Any) -> Any:
 
 def capture_joint(build: Callable[[int], TracedModule], micro_batch_size: int = 2) -> JointGraph:
     """Capture the module that `build` returns for a number of sequences. The graph of one sequence has fewer
-    copies than that of several."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
+    copies than that of several.
+
+    AOTAutograd traces the module itself, which gives the graph of torch.compile in 40% of its time: dynamo
+    reads all of the module's Python code only to pass on the same operations.
+    """
+    from torch._functorch.aot_autograd import aot_function, boxed_nop_preserve_node_meta
     from torch._functorch.partitioners import default_partition
     from torch._inductor.decomposition import select_decomp_table
 
     captured: list[JointGraph] = []
-    kinds: list[InputKind] = []
     sequences = min(micro_batch_size, MOST_TRACED_SEQUENCES)
 
-    def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-        captured.append(JointGraph(_copy(joint), options, tuple(kinds), subject, sequences))
-        return default_partition(joint, inputs, **options)  # any: only the forward runs, on fake tensors
+    def call(*tensors: Tensor) -> list[Tensor]:
+        return _with_tensors(subject, dict(zip(map(id, inputs), tensors, strict=True))).call()
 
-    def compile_nothing(graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        return make_boxed_func(graph.forward)
+    def partition(joint: GraphModule, given: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+        kinds = tuple(
+            _kind(tensor, subject) if node.users else "table"
+            for tensor, node in zip(inputs, _placeholders(joint.graph), strict=False)  # then gradients
+        )
+        # the run has the weights anyway, so that saving one costs nothing
+        options["static_lifetime_input_indices"] = [i for i, kind in enumerate(kinds) if kind == "weight"]
+        captured.append(JointGraph(_copy(joint), options, kinds, subject, sequences))
+        return default_partition(joint, given, **options)  # any: only the forward runs, on fake tensors
 
-    inner = aot_autograd(
-        fw_compiler=compile_nothing,
-        bw_compiler=compile_nothing,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-    )
-
-    def backend(graph: GraphModule, inputs: list[Any]) -> Any:
-        kinds.extend(_kind(x, subject) for x in inputs)
-        return inner(graph, inputs)
-
-    with fake_tensors(), _quiet_compiler():
+    with fake_tensors(), _as_compiled():
         subject = build(sequences)
-        through_own_frame(subject.module)
-        # all of it: some modules compile only a part of themselves
-        nn.Module.compile(subject.module, fullgraph=True, backend=backend)
-        subject.call()
+        leaves = (*tree_leaves((subject.args, dict(subject.kwargs))), *_held_tensors(subject.module, set()))
+        inputs = [*{id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values()]
+        aot_function(
+            call,
+            fw_compiler=boxed_nop_preserve_node_meta,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )(*inputs)
     (joint,) = captured
     return joint
+
+
+def _held_tensors(module: nn.Module, seen: set[nn.Module]) -> Iterator[Tensor]:
+    """Yield the parameters, the buffers and the tensors in attributes of a module, of its submodules, and of
+    modules that it keeps in lists and tuples. `seen`: modules to leave out; grows."""
+    seen.add(module)
+    for leaf in tree_leaves(vars(module)):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, nn.Module) and leaf not in seen:
+            yield from _held_tensors(leaf, seen)
+
+
+def _with_tensors(subject: TracedModule, new: Mapping[int, Tensor]) -> TracedModule:
+    """Return a copy with other tensors, by the ids of those that they replace."""
+    args, kwargs = tree_map_only(Tensor, lambda x: new[id(x)], (subject.args, dict(subject.kwargs)))
+    return TracedModule(copy.deepcopy(subject.module, dict(new)), args, kwargs)
+
+
+@contextmanager
+def _as_compiled() -> Iterator[None]:
+    """Context in which models take the ways of compiled code, and torch.utils.checkpoint tags operations for
+    the partitioner, as in a graph of dynamo's (torch/_higher_order_ops/wrap.py), and recomputes nothing."""
+    checkpoints: Any = torch.utils.checkpoint
+    found = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
+    regions = count()
+
+    def tag(function: Any, preserve: bool, context_fn: Any, *_: Any, **__: Any) -> Iterator[None]:
+        contexts = selective_contexts(()) if context_fn is checkpoints.noop_context_fn else context_fn()
+        contexts[0].ac_graph_id = next(regions)
+        with contexts[0]:
+            yield
+
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return checkpoints.checkpoint(function, *args, use_reentrant=False)
+
+    checkpoints._checkpoint_without_reentrant_generator = tag
+    checkpoints.CheckpointFunction = SimpleNamespace(apply=reentrant)
+    try:
+        with torch.compiler._compile_session_context():
+            yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction = found
 
 
 def compiled_workload(
@@ -255,22 +300,3 @@ def count_parameters(module: nn.Module) -> int:
 def list_weights(parameters: Iterable[nn.Parameter]) -> tuple[tuple[int, int], ...]:
     """Return (rows, values per row) of each parameter."""
     return tuple((len(p), p.numel() // len(p)) if p.dim() else (1, 1) for p in parameters)
-
-
-@contextmanager
-def _quiet_compiler() -> Iterator[None]:
-    """Reset dynamo before and after, so that the run's own counts of graphs are not affected."""
-    torch._dynamo.reset()
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():  # caused by dynamo itself, which hides them too
-            warnings.filterwarnings(
-                "ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning
-            )
-            warnings.filterwarnings(
-                "ignore", ".* should not be instantiated. Methods on autograd functions", DeprecationWarning
-            )
-            yield
-    finally:
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()

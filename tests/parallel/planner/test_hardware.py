@@ -38,8 +38,8 @@ def test_a_kind_has_plausible_numbers(path: Path) -> None:
     if not kind.cores:  # of a CPU the network is not measured
         assert kind.node.latency_s <= kind.network.latency_s
         assert kind.overlaps
-        assert 1000 < kind.memory_gb_s < 10_000
-        assert kind.node.gb_s > 50
+        assert 500 < kind.memory_gb_s < 10_000
+        assert kind.node.gb_s >= 32  # PCIe
 
 
 def test_a_known_device_is_found_by_the_name_torch_gives_it() -> None:

@@ -13,12 +13,14 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.make import RunShape
 from meshwright.parallel.plan.schema import ModelUnits, Plan
+from meshwright.parallel.planner.bounds import Bounds, make_chosen
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Machines, load_hardware, reserved_bytes
-from meshwright.parallel.planner.memory_model import predict_step_memory
+from meshwright.parallel.planner.memory_model import host_memory, least_memory, predict_step_memory
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search, with_none
-from meshwright.parallel.planner.step_time import simulate_step
+from meshwright.parallel.planner.search_space import combinations
+from meshwright.parallel.planner.step_time import simulate_step, step_load
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
@@ -114,13 +116,51 @@ def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
     choice, seed = find(16, batch=64), random.randrange(2**32)
     print(f"seed {seed}")
     assert len(choice.pruned) > 50
-    fastest = max(c.rate() for c in choice.ranked)
-    assert all(c.rate() <= fastest for c in choice.pruned), "by their bounds"
+    config, shape = ParallelConfig(**BF16), RunShape(16, 8, TOKENS, "auto", 64)  # type: ignore[arg-type]
     for pruned in random.Random(seed).sample(choice.pruned, 40):
-        timed = simulate_step(pruned.plan, times_of(pruned.plan, machines()))
+        plan = make_chosen(config, MODEL, shape, pruned.choices)
+        timed, memory = (
+            simulate_step(plan, times_of(plan, machines())),
+            predict_step_memory(plan, trace(plan)),
+        )
+        if not pruned.at_least:
+            assert pruned.needed_bytes <= machines().needed_bytes(memory, pruned.host), pruned.choices
         assert pruned.lower_bound_s <= timed.step_s * (1 + 1e-9), pruned.choices
         assert choice.best.rate() >= pruned.plan.global_batch_size / timed.step_s * (1 - EQUAL)
+
     assert simulate_step(choice.best.plan, times_of(choice.best.plan, machines())) == choice.best.timeline
+
+
+def test_a_shortened_model_has_the_bounds_of_the_whole() -> None:
+    """With 30 blocks of one kind, of which a few stand for all."""
+    names = [NAMES[0], *(f"layers.{i}" for i in range(30)), NAMES[-1]]
+    of_kinds = {"modules": dict.fromkeys(names, PARAMETERS), "units": [(name,) for name in names]}
+    model = dataclasses.replace(
+        MODEL, **of_kinds, compiled=frozenset(names[1:]), checkpointed=frozenset(names[1:-1])
+    )
+    kinds = dict[Any, ModuleWorkload]()
+
+    def trace_kinds(plan: Plan) -> ModelWorkload:
+        modes = [unit.activation_checkpoint for unit in plan.units]
+        works = (kinds.setdefault((plan.mesh.tp, mode), module(plan, PARAMETERS, mode)) for mode in modes)
+        return ModelWorkload(dict(zip(plan.modules, works, strict=True)), {}, TOKENS, "head", 0)
+
+    config, shape = ParallelConfig(**BF16), RunShape(8, 8, TOKENS, "auto", 64)  # type: ignore[arg-type]
+    bounds = Bounds(config, model, shape, machines(), trace_kinds)
+    seed, every = random.randrange(2**32), [*combinations(config, shape, 30)]
+    print(f"seed {seed}")
+    for choices in random.Random(seed).sample(every, 40):
+        try:
+            plan = make_chosen(config, model, shape, choices)
+        except PlanError:
+            continue
+        work = trace_kinds(plan)
+        assert len(bounds.plan(choices).modules) < 10 < len(plan.modules)
+        times = step_times(plan, work, machines().kind, 8)
+        load = bounds.load(choices)
+        assert vars(load) == pytest.approx(vars(step_load(plan, times, {}))), choices
+        assert bounds.memory(choices) == pytest.approx(least_memory(plan, work), rel=1e-6), choices
+        assert bounds.host(choices) == host_memory(plan, work)
 
 
 def test_more_memory_never_makes_the_choice_slower() -> None:
@@ -180,9 +220,10 @@ def test_micro_batches_are_reduced_once_if_the_network_is_slow_and_memory_is_fre
     assert choice.best.memory.memory.grads >= 4 * parameters, "whole gradients, in float32"
     line = reason(choice, slow_network(500), "reduce_gradients")
     other = dataclasses.replace(choice.best.choices, reduce_gradients="every_micro_batch")
-    (compared,) = [c for c in choice.ranked if c.choices == other]
-    slower, gib = 1 - compared.rate() / choice.best.rate(), compared.needed_bytes / GIB
-    assert line.endswith(f": every_micro_batch is {slower:.1%} slower and needs {gib:.1f} GiB")
+    (compared,) = [c for c in choice.pruned if c.choices == other]
+    slower = 1 - compared.rate() / choice.best.rate()
+    assert slower > 0.05, "else the test shows nothing"
+    assert line.endswith(f": every_micro_batch is at least {slower:.1%} slower")
 
 
 def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
@@ -194,9 +235,7 @@ def test_whole_gradients_are_not_chosen_where_they_do_not_fit() -> None:
     assert {u.reduce_gradients for u in little.best.plan.units} == {"every_micro_batch"}
     assert "last_micro_batch" in {c.choices.reduce_gradients for c in little.does_not_fit}
     line = reason(little, slow_network(too_little), "reduce_gradients")
-    assert re.search(
-        r"last_micro_batch does not fit \([\d.]+ of [\d.]+ GiB\)", line.replace(" GiB of", " of")
-    )
+    assert re.search(r"last_micro_batch does not fit \((at least )?[\d.]+ GiB of [\d.]+ GiB\)", line)
 
 
 def reasons(choice: SearchResult, cluster: Machines) -> list[str]:
@@ -323,8 +362,8 @@ def test_the_fewest_blocks_that_fit_are_those_that_trying_every_number_finds(mod
     assert bool(found.ranked) == bool(fits)
     if fits:
         assert fits == list(range(fits[0], BLOCKS + 1)), "more blocks never need more memory"
-        tried = {c.choices.activation_checkpoint_blocks for c in found.ranked}
-        assert tried == {fits[0], BLOCKS}
+        assert fits[0] in {c.choices.activation_checkpoint_blocks for c in found.ranked}
+        assert {c.choices.activation_checkpoint_blocks for c in tried_in(found)} == {fits[0], BLOCKS}
         assert found.best.rate() >= max(by_count[count].best.rate() for count in fits) * (1 - EQUAL)
 
 
@@ -336,11 +375,11 @@ def test_part_of_the_blocks_is_chosen_where_it_is_faster_than_all_of_them() -> N
     treated = [unit.activation_checkpoint != "none" for unit in choice.best.plan.units[1:-1]]
     assert treated == [True] * count + [False] * (BLOCKS - count)
     whole = dataclasses.replace(choice.best.choices, activation_checkpoint_blocks=BLOCKS)
-    (all_blocks,) = [c for c in choice.ranked if c.choices == whole]
+    (all_blocks,) = [c for c in tried_in(choice) if c.choices == whole]
     assert choice.best.rate() > all_blocks.rate() * (1 + EQUAL)
     line = reason(choice, cluster, "activation_checkpoint_blocks")
     slower = f"{1 - all_blocks.rate() / choice.best.rate():.1%} slower"
-    assert re.search(rf"fewer .*not fit; {BLOCKS} .*{slower}.* {all_blocks.needed_bytes / GIB:.1f} GiB", line)
+    assert re.search(rf"fewer .*not fit; {BLOCKS} .*{slower}", line)
 
 
 def test_offload_needs_host_memory() -> None:
@@ -379,7 +418,7 @@ def test_reasons_give_figures_that_are_true() -> None:
     lines = reasons(choice, cluster)
     tried = len(choice.ranked) + len(choice.does_not_fit) + len(choice.pruned)
     too_large, slower = len(choice.does_not_fit), len(choice.pruned)
-    counts = rf"{tried} plans tried, {too_large} too large .*{slower} slower"
+    counts = rf"{tried} plans tried: {too_large} too large .*{slower} slower"
     assert re.match(counts, lines[0])
     assert f"{choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB" in lines[0]
     checkpointing = next(line for line in lines if line.startswith("activation_checkpoint="))

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.cost_model import StepTimes
-from meshwright.parallel.planner.step_time import simulate_step, step_seconds
+from meshwright.parallel.planner.step_time import simulate_step, step_load
 from tests.support.plans import BLOCK, change, make_model, plan_of
 from tests.support.streams import bars, exposed_by_unit, times_of
 
@@ -29,10 +29,18 @@ def simple(plan: Plan, **keys: Any) -> StepTimes:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("gather_s", [2, 9])
-def test_the_seconds_of_40_blocks_follow_from_those_of_a_few(gather_s: int, ahead: int):
+@pytest.mark.parametrize("slowdown", [0, 0.2])
+def test_a_step_takes_at_least_its_load_and_no_more_if_all_is_hidden(
+    gather_s: int, ahead: int, slowdown: float
+):
+    """The first gather and the last reduction are part of the load, and what the others slow down."""
     plan = plan_of(model=make_model(40), forward_prefetch=ahead, backward_prefetch=ahead)
-    times = times_of(plan, gather_s=gather_s, scatter_s=2, forward=3, backward=5, optimizer=4)
-    assert step_seconds(plan, times) == simulate_step(plan, times).step_s
+    seconds = {"gather_s": gather_s, "scatter_s": 2, "forward": 3, "backward": 5, "optimizer": 4}
+    times = times_of(plan, slowdown=slowdown, **seconds)
+    least_s, step_s = step_load(plan, times, {}).seconds, simulate_step(plan, times).step_s
+    assert least_s <= step_s * (1 + 1e-9)
+    if gather_s < 3 and ahead:
+        assert least_s > 0.99 * step_s
 
 
 def test_without_collectives_a_step_is_computing_alone():

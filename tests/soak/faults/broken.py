@@ -96,9 +96,9 @@ BROKEN = (
     ),
     Fault(
         "best-plan-dropped",
-        "the search leaves out the fastest plan",
-        "ranked = sorted(candidates, key=lambda c: -c.rate())",
-        "ranked = sorted(candidates, key=lambda c: -c.rate())[1:] or candidates",
+        "the search leaves out the fastest plans",
+        "self.open.reverse()",
+        "self.open = sorted(self.open, key=lambda c: -c.rate())[8:] or self.open",
     ),
     # A step
     Fault(

@@ -28,6 +28,7 @@ EAGER = ["--config=llama_debug", *TINY, "--train.micro_batch_size=auto", "--para
 FREE = [*EAGER, "--train.global_batch_size=8"]
 H100 = "--gpu=h100-sxm"
 AUTO = [*FREE, H100, "--parallel.plan=auto"]
+ALWAYS = {"plan", "reasons", "advice", "predicted", "seconds"}
 FIGURES = {
     "peak_memory_gib",
     "reserved_gib",
@@ -43,6 +44,7 @@ FIGURES = {
     "mfu",
     "mfu_causal",
     "bound",
+    "source",
     "errors",
     "fits",
 }
@@ -71,7 +73,7 @@ def document(capsys: Output, *arguments: str) -> dict[str, Any]:
 def test_a_plan_of_ones_own_has_figures(capsys: Output) -> None:
     answer = document(capsys, *FREE, "--gpus=4", H100)
     predicted = answer["predicted"]
-    assert set(answer) == {"plan", "reasons", "advice", "predicted"}
+    assert set(answer) == ALWAYS
     assert set(predicted) == FIGURES
     assert predicted["step_time_s"] == pytest.approx(
         predicted["compute_s"] + predicted["exposed_comm_s"] + predicted["host_bound_s"]
@@ -85,13 +87,32 @@ def test_a_plan_of_ones_own_has_figures(capsys: Output) -> None:
     bound, reached = predicted["bound"], load_hardware()["h100-sxm"].reached
     assert bound["step_time_s"] == pytest.approx(reached * predicted["step_time_s"])
     assert bound["tokens_per_s_per_gpu"] == pytest.approx(predicted["tokens_per_s_per_gpu"] / reached)
-    assert [errors["rows"] for errors in predicted["errors"]] == ["one node", "clusters it has not seen"]
+    assert [errors["rows"] for errors in predicted["errors"]] == ["h100-sxm", "clusters it has not seen"]
+
+
+def test_kinds_are_listed_and_a_data_sheet_says_so_beside_a_speed(capsys: Output) -> None:
+    main(["--gpu", "list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(load_hardware())
+    kinds = document(capsys, "--gpu=list")["kinds"]
+    compared = {row["kind"]: row["errors"] and row["errors"]["runs"] for row in kinds}
+    assert (compared["b200"], compared["l40s"], compared["h200-kempnerforge"]) == (2, None, 7)
+    sources = {row["kind"]: row["source"] for row in kinds}
+    assert (sources["cpu"], sources["h200-kempnerforge"]) == ("measured here", "fitted to published runs")
+    bounds = [kind for kind, source in sources.items() if source == "data sheet, an upper bound"]
+    assert {"a100-40gb", "b200", "gb200", "l40s", "rtx-4090"} < set(bounds)
+    for kind in bounds:
+        main([*FREE, "--gpus=1", f"--gpu={kind}"])
+        text = capsys.readouterr().out
+        unseen = kind if compared[kind] else "GPUs it has not seen"
+        assert re.search(rf"\ntokens/s per GPU .*, at most .*\n  errors +{unseen}: ", text)
+        assert re.search(r"\n  from the data sheet +an upper bound; 78% of it is expected", text)
 
 
 @pytest.mark.sampled(3, day=1)
 def test_the_planner_says_what_it_chose_and_what_else_there_was(capsys: Output) -> None:
-    answer = document(capsys, *AUTO, "--gpus=2", "--tokens=1e12")
-    assert set(answer) == {"plan", "reasons", "advice", "predicted", "candidates", "time_to_train"}
+    answer = document(capsys, *AUTO, "--gpus=2", "--tokens=1e12", "--price=2.5")
+    assert set(answer) == {*ALWAYS, "candidates", "time_to_train"}
     best, *others = answer["candidates"]
     assert all(set(row["choices"]) == CHOICES for row in answer["candidates"])
     assert best["step_time_s"] == pytest.approx(answer["predicted"]["step_time_s"])
@@ -106,14 +127,19 @@ def test_the_planner_says_what_it_chose_and_what_else_there_was(capsys: Output) 
     assert train["gpu_hours"] == pytest.approx(24 * train["gpu_days"])
     assert train["gpu_days"] == pytest.approx(2 * train["days"])
     assert train["fewest_days"] < train["days"] < train["most_days"]
+    assert train["cost"] == pytest.approx(2.5 * train["gpu_hours"])
+    for row in answer["candidates"]:
+        assert row["cost"] == pytest.approx(2.5 * 1e12 / row["tokens_per_s_per_gpu"] / 3600)
+    assert answer["seconds"].keys() == {"tracing", "bounds", "memory", "timeline", "other"}
+    assert min(answer["seconds"].values()) > 0
 
 
 @pytest.mark.sampled(3, day=0)
-def test_people_get_reasons_figures_and_runners_up_and_the_saved_plan_runs(
+def test_people_get_reasons_figures_and_the_best_plans_and_the_saved_plan_runs(
     capsys: Output, tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.yaml"
-    main([*AUTO, "--gpus=2", "--tokens=1e12", f"--save={path}"])
+    main([*AUTO, "--gpus=2", "--tokens=1e12", "--price=2", f"--save={path}"])
     text = capsys.readouterr().out
     for part in (
         "mesh: dp_replicate",
@@ -124,13 +150,17 @@ def test_people_get_reasons_figures_and_runners_up_and_the_saved_plan_runs(
         "\n1e+12 tokens ",
         "GPU hours",
         "\nfits h100-sxm: ",
-        "\nrunners-up:\ntp  replicate",
         f"wrote {path}",
     ):
         assert part in text
-    runners_up = text.split("runners-up:\n")[1].split("\n\n")[0].splitlines()[1:]
-    without_prefetch = {tuple(line.split()[:6] + line.split()[7:8]) for line in runners_up}
-    assert 0 < len(runners_up) == len(without_prefetch) <= 5
+    table = [re.split("  +", line) for line in text.split("\n\n")[-2].splitlines()]
+    assert table[0] == ["best plans", "chosen", "second", "third"]
+    keys, figures = table[1:-7], {name: cells for name, *cells in table[-7:]}
+    assert list(figures) == ["GiB", "step", "exposed", "tokens/s per GPU", "days", "GPU hours", "cost"]
+    assert all(len(set(cells)) > 1 for _, *cells in keys)
+    unlike = [row[1:] for row in keys if row[0] not in ("prefetch", "blocks")]
+    assert len(set(zip(*unlike, strict=True))) == 3
+    assert re.search(rf"\ncost +{figures['cost'][0]} \(.* at 2.00 per GPU hour\n", text)
     title, first_reason = path.read_text().splitlines()[:2]
     assert title == "# llama_debug on 2 h100-sxm"
     assert re.match(r"# \d+ plans ", first_reason)
@@ -176,7 +206,7 @@ def test_what_does_not_fit_comes_last_with_its_reason(capsys: Output) -> None:
     fits = [row["fits"] for row in candidates]
     assert fits == sorted(fits, reverse=True)
     main(deep)
-    assert re.search(r"\ntoo large for 79\.1 GiB.* \d+:\ntp ", capsys.readouterr().out)
+    assert re.search(r"\n\d+ too large for 79\.1 GiB  smallest ", capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -200,9 +230,7 @@ ONE_BATCH = "--train.global_batch_size=-1"
 
 
 def test_what_fits_nowhere_says_so() -> None:
-    with pytest.raises(
-        PlanError, match=r"--min-gpus: .*fit on 1 to 65536 h100-sxm.*train.seq_len.*plan=auto"
-    ):
+    with pytest.raises(PlanError, match=r"fit on 1 to 65536 h100-sxm.*train.seq_len.*plan=auto"):
         main([*EAGER, H100, "--min-gpus", *("--model.dim=8192", "--model.ffn_dim=65536000"), ONE_BATCH])
 
 
@@ -222,10 +250,16 @@ def test_the_step_as_picture_and_trace(tmp_path: Path, capsys: Output) -> None:
 
 
 WRONG: list[tuple[list[str], str]] = [
-    ([], "--gpus --min-gpus --sweep"),
+    ([], "--gpus --min-gpus --days --sweep"),
+    (["--days=3", H100], "--days needs --tokens T"),
+    (["--gpus=4", H100, "--price=2"], "--price needs --tokens T"),
+    (["--gpus=4", H100, "--price=0", "--tokens=9"], "--price: 0 must be a number of at least"),
+    (["--days=3", "--tokens=9", H100, "--parallel.plan=p.yaml"], "--days: ... p.yaml ... auto or manual"),
     (["--gpus=4", "--min-gpus", H100], "--min-gpus ... not allowed ... --gpus"),
     (["--gpus=4", "--parallel.plan=auto"], "parallel.plan=auto needs --gpu KIND ... a100-80gb"),
     (["--gpus=4", "--parallel.plan=auto", "--gpu=h10"], "Did you mean h100"),
+    (["--gpu=list"], "--gpu list ... remove --config=llama_debug"),
+    (["--gpus=4", "--gpu=h10"], "--gpu list"),
     (["--min-gpus"], "--min-gpus needs --gpu KIND"),
     (["--gpus=4", "--timeline=step.svg"], "--timeline needs --gpu KIND"),
     (["--gpus=4", "--timline=step.svg"], "unknown option --timline ... mean --timeline"),

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from meshwright.parallel.errors import PlanError
-from meshwright.tools.plan.__main__ import main
+from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.tools.plan.__main__ import main, read_options
+from meshwright.tools.plan.report import most_rate
 from meshwright.tools.plan.scaling import read_sweep
 from meshwright.train.errors import ConfigError
 from tests.support.simulated import TINY
@@ -20,6 +22,7 @@ RUN = [
     "--parallel.compile.enabled=false",
     "--gpu=h100-sxm",
 ]
+H100 = load_hardware()["h100-sxm"]
 AUTO = [*RUN, "--parallel.plan=auto"]
 
 
@@ -42,7 +45,7 @@ def test_a_sweep_doubles_and_must_go_up() -> None:
 
 def test_every_count_has_a_row_and_what_cannot_be_a_reason(capsys: Output) -> None:
     keys = ["--train.global_batch_size=8", "--parallel.tp=1"]
-    rows = swept(capsys, *AUTO, "--sweep=gpus=4..16", *keys, "--tokens=1e9")["sweep"]
+    rows = swept(capsys, *AUTO, "--sweep=gpus=4..16", *keys, "--tokens=1e9", "--price=3")["sweep"]
     assert [(row["gpus"], row["fits"]) for row in rows] == [(4, True), (8, True), (16, False)]
     for row in rows[:2]:
         choices = row["choices"]
@@ -51,6 +54,7 @@ def test_every_count_has_a_row_and_what_cannot_be_a_reason(capsys: Output) -> No
         assert row["reason"] is None
         assert row["tokens_per_s_per_gpu"] == pytest.approx(8 * 48 / row["gpus"] / row["step_time_s"])
         assert row["days"] == pytest.approx(1e9 / row["tokens_per_s_per_gpu"] / row["gpus"] / 86400)
+        assert row["cost"] == pytest.approx(row["days"] * row["gpus"] * 24 * 3)
     assert "must be a multiple" in rows[2]["reason"]
     assert rows[2]["choices"] is rows[2]["step_time_s"] is None
     alone = swept(capsys, *AUTO, "--gpus=4", *keys)
@@ -77,9 +81,30 @@ def test_the_configs_own_plan_is_swept_too(capsys: Output) -> None:
     assert max(bars) == 30
     assert min(bars) >= 1
     assert len(bars) + len(reasons.splitlines()) == 7
-    assert trust.splitlines()[0].startswith("errors: several nodes: ")
+    assert trust.startswith("errors: h100-sxm: ")
+    assert "\nfrom the data sheet: an upper bound; " in trust
+    assert document["source"] == "data sheet, an upper bound"
 
 
 def test_nothing_possible_is_an_error_with_every_reason() -> None:
     with pytest.raises(PlanError, match=r"none of these numbers of GPUs.\n  16: .*\n  32: "):
         main([*AUTO, "--sweep=gpus=16..32", "--train.global_batch_size=8", "--parallel.tp=1"])
+
+
+def test_the_fewest_gpus_that_train_in_so_many_days(capsys: Output) -> None:
+    keys = [*RUN, "--train.global_batch_size=-1", "--tokens=1e12"]  # twice the GPUs, twice the tokens/s
+    alone = swept(capsys, *keys, "--gpus=1")
+    days = 0.3 * alone["time_to_train"]["days"]
+    answer = swept(capsys, *keys, f"--days={days}")
+    assert (answer["min_gpus"], answer["plan"]["mesh"]["dp_shard"]) == (4, 4)
+    assert answer["time_to_train"]["days"] <= days < alone["time_to_train"]["days"] / 2
+    main([*keys, f"--days={days}"])
+    assert f"fewest GPUs for 1e+12 tokens in {days:g} days: 4\n" in capsys.readouterr().out
+    for tokens in ("1e12", "1e30"):  # the batch allows two; the peak of two is too slow too
+        at_most_two = [*keys, f"--days={days}", "--train.global_batch_size=2", f"--tokens={tokens}"]
+        with pytest.raises(PlanError, match=r"^--days=.* 2, need [\d,.]+ days .*global_batch_size"):
+            main(at_most_two)
+    # the bound that the search begins at: no run exceeds the peak
+    most, predicted = most_rate(read_options([*keys, "--gpus=1"])[1], H100), alone["predicted"]
+    bound = H100.reached * predicted["tokens_per_s_per_gpu"] / predicted["mfu_causal"]
+    assert most == pytest.approx(bound)

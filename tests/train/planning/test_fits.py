@@ -19,6 +19,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.hardware import Machines, load_hardware
 from meshwright.parallel.planner.memory_model import host_memory
+from meshwright.tools.plan.report import Goal
 from meshwright.tools.plan.scaling import sweep
 from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
@@ -106,8 +107,8 @@ def test_all_refuse_what_the_host_does_not_hold_and_nothing_else(
         answers = {
             "manual plan": answer(check_fits, job, plan, devices, "H100"),
             "search": answer(search_plans, auto, devices),
-            "sweep": answer(sweep, job, [2], 2, hardware),
-            "sweep of the search": answer(sweep, auto, [2], 2, hardware),
+            "sweep": answer(sweep, job, [2], 2, hardware, Goal()),
+            "sweep of the search": answer(sweep, auto, [2], 2, hardware, Goal()),
             **{f"rank {rank}": refusals[missing] for rank, refusals in enumerate(of_ranks)},
         }
         assert {who for who, refusal in answers.items() if refusal} == (set(answers) if missing else set())

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from meshwright.parallel.plan.schema import leaves_parameters
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict
@@ -39,6 +40,6 @@ def test_memory_is_that_of_the_allocator(name: str) -> None:
     reserved = recorded["peak_reserved_bytes"]
     assert reserved <= predicted.allocator_bytes <= 1.09 * reserved
     used = {stream: size for stream, size in predicted.memory.pools.items() if size}
-    assert {"compute", "reduce_scatter"} <= used.keys()
+    assert {"compute", "reduce_scatter"} <= used.keys() or leaves_parameters(plan)
     for stream, size in used.items():
         assert predicted.memory.pool_bytes - size < 0.99 * reserved, f"without the pool of {stream}"
