@@ -91,8 +91,9 @@ def step_load(plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> Load:
     # what the compute stream does at most while one block is copied: the phase of another one, and its copies
     beside_s = {
         phase: max(
-            (times.units[name].most_copied_s(phase) + times.modules[name].of(phase).device_s)
-            for name in times.offload_s
+            times.units[unit.name].most_copied_s(phase) + times.modules[name].of(phase).device_s
+            for unit in plan.units
+            for name in times.offload_s.keys() & set(unit.modules)
         )
         for phase in (("forward", "backward") if times.offload_s else ())
     }

@@ -7,7 +7,7 @@ import pytest
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.planner.step_time import simulate_step, step_load
 from meshwright.parallel.planner.timeline import Timeline
-from tests.support.plans import plan_of
+from tests.support.plans import BLOCK, plan_of
 from tests.support.streams import bars, times_of
 
 PLAN = plan_of(1, activation_checkpoint="offload")  # embedding, four blocks, head
@@ -54,6 +54,10 @@ def test_the_bound_is_never_above_the_step_and_near_it_where_copies_decide() -> 
         assert bound <= step_s
         assert bound == pytest.approx(36 + 3 * max(0, copy_s - 2) + 3 * max(0, copy_s - 4))
         assert bound > 0.98 * step_s
+        joined = plan_of(1, activation_checkpoint="offload", unit_min_params=2 * BLOCK)
+        of_joined = times_of(joined, forward=2, backward=4)
+        of_joined = dataclasses.replace(of_joined, offload_s=offload_s)
+        assert step_load(joined, of_joined, {}).seconds <= simulate_step(joined, of_joined).step_s
 
 
 def test_without_streams_every_copy_takes_its_time() -> None:

@@ -128,6 +128,10 @@ def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
         assert pruned.lower_bound_s <= timed.step_s * (1 + 1e-9), pruned.choices
         assert choice.best.rate() >= pruned.plan.global_batch_size / timed.step_s * (1 - EQUAL)
 
+    for large in random.Random(seed).sample(choice.does_not_fit, 10):
+        plan = make_chosen(config, MODEL, shape, large.choices)
+        memory = predict_step_memory(plan, trace(plan))
+        assert machines().needed_bytes(memory, large.host) > machines().available_bytes, large.choices
     assert simulate_step(choice.best.plan, times_of(choice.best.plan, machines())) == choice.best.timeline
 
 
