@@ -14,7 +14,7 @@ from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
 from meshwright.parallel.planner.hardware import HostMemory, Machines
-from meshwright.parallel.planner.memory_model import LeastMemory, host_memory, least_memory
+from meshwright.parallel.planner.memory_model import LeastMemory, host_memory, least_step_memory
 from meshwright.parallel.planner.search_space import GATHERING, Choices, with_choices, with_gathering
 from meshwright.parallel.planner.step_time import Load, step_load
 from meshwright.parallel.planner.walk import inner_blocks, shortened
@@ -64,7 +64,7 @@ class Bounds:
             *(key for key in GATHERING if key != "prefetch"),
         )
         self.memory: Callable[[Choices], LeastMemory] = cache(
-            lambda choices: least_memory(self.plan(choices), self._work(choices))
+            lambda choices: least_step_memory(self.plan(choices), self._work(choices))
         )
 
     def plan(self, choices: Choices) -> Plan:

@@ -385,7 +385,7 @@ class LeastMemory(NamedTuple):
     gathering: int
 
 
-def least_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
+def least_step_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
     """Return a quick lower bound of a rank's peak."""
     sizes, begun, leaves = UnitBytes(plan, work), plan.accumulation > 1, leaves_parameters(plan)
     state = gradients = summed = gathered = 0.0

@@ -328,27 +328,22 @@ class _Search:
         )
         if may_be_none and self.excess_bytes(with_none(choices)) <= 0:
             return None
+
+        def excess_bytes(blocks: int) -> int:
+            return self.excess_bytes(with_blocks(choices, blocks))
+
         freed = max((none[0] - treated[0]) / self.blocks, 1.0)  # by each block
-        too_few = count - 1
-        while count < self.blocks and (excess := self.excess_bytes(with_blocks(choices, count))) > 0:
-            too_few, count = count, count + math.ceil(excess / freed)
-        counts = range(too_few + 1, min(count, self.blocks))
-        count = (
-            too_few
-            + 1
-            + bisect_left(counts, True, key=lambda n: self.excess_bytes(with_blocks(choices, n)) <= 0)
-        )
+        least = count
+        while count < self.blocks and (excess := excess_bytes(count)) > 0:
+            least, count = count + 1, count + math.ceil(excess / freed)
+        counts = range(least, min(count, self.blocks))
+        count = least + bisect_left(counts, True, key=lambda blocks: excess_bytes(blocks) <= 0)
         if count >= self.blocks:
             return None
-        choices = with_blocks(choices, count)
-        plan, work = self.complete(choices)
-        settled = Candidate(
-            choices,
-            plan,
-            self.some_blocks_s(choices, count),
-            0,
-            host_memory(plan, work),
-            self.memory(choices),
+        settled = replace(candidate, choices=with_blocks(choices, count), at_least=False)
+        plan, work = self.complete(settled.choices)
+        settled = replace(
+            settled, lower_bound_s=self.some_blocks_s(choices, count), host=host_memory(plan, work)
         )
         return None if self.host_mistake(settled) else settled
 

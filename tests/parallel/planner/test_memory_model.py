@@ -12,7 +12,7 @@ from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner import ledger, memory_model
 from meshwright.parallel.planner.cost_model import sent_blocks
 from meshwright.parallel.planner.hardware import HostMemory, allocator_bytes, load_hardware, reserved_bytes
-from meshwright.parallel.planner.memory_model import host_memory, least_memory, predict_step_memory
+from meshwright.parallel.planner.memory_model import host_memory, least_step_memory, predict_step_memory
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
@@ -398,7 +398,7 @@ def test_the_least_the_peak_and_the_pools_are_in_this_order(keys: dict[str, Any]
     work = make_work(dtype_bytes=2 if "storage_dtype" in keys else 4)
     for micro in (1, 3, 9):
         plan = make(4, micro, **{k: v * micro // 3 if k == "global_batch" else v for k, v in keys.items()})
-        *moments, buffers = least_memory(plan, work)
+        *moments, buffers = least_step_memory(plan, work)
         memory = predict_step_memory(plan, work)
         assert 0 < max(moments) <= memory.peak_bytes <= memory.pool_bytes
         assert 0.5 * memory.pool_bytes < max(moments) + buffers <= memory.pool_bytes

@@ -17,7 +17,7 @@ from meshwright.parallel.planner.bounds import Bounds, make_chosen
 from meshwright.parallel.planner.cost_model import StepTimes, step_times
 from meshwright.parallel.planner.explain import give_reasons
 from meshwright.parallel.planner.hardware import Machines, load_hardware, reserved_bytes
-from meshwright.parallel.planner.memory_model import host_memory, least_memory, predict_step_memory
+from meshwright.parallel.planner.memory_model import host_memory, least_step_memory, predict_step_memory
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search, with_none
 from meshwright.parallel.planner.search_space import combinations
 from meshwright.parallel.planner.step_time import simulate_step, step_load
@@ -163,7 +163,7 @@ def test_a_shortened_model_has_the_bounds_of_the_whole() -> None:
         times = step_times(plan, work, machines().kind, 8)
         load = bounds.load(choices)
         assert vars(load) == pytest.approx(vars(step_load(plan, times, {}))), choices
-        assert bounds.memory(choices) == pytest.approx(least_memory(plan, work), rel=1e-6), choices
+        assert bounds.memory(choices) == pytest.approx(least_step_memory(plan, work), rel=1e-6), choices
         assert bounds.host(choices) == host_memory(plan, work)
 
 
