@@ -72,6 +72,12 @@ class Bounds:
         gather and reduce makes no plan illegal, so of those that differ in nothing else one is checked."""
         return with_gathering(self._made(choices), self._config, choices)
 
+    def has_equal_blocks(self, choices: Choices) -> bool:
+        """Whether all units that use activation checkpointing compute the same."""
+        work, checkpointed = self._work(choices), self._model.checkpointed
+        units = (unit.modules for unit in self._made(choices).units if checkpointed.issuperset(unit.modules))
+        return len({tuple(map(work.kind, modules)) for modules in units}) == 1
+
     def _make(self, choices: Choices) -> Plan:
         mode = choices.activation_checkpoint
         if mode not in self._shorts:

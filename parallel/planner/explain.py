@@ -117,7 +117,7 @@ def _compare(other: Candidate, key: str, choice: SearchResult, machines: Machine
     """Return the cost of the plan `other` with another value of `key`, as "8 is 4.2% slower and ..."."""
     value = _format_value(other.choices[key])
     if key == "activation_checkpoint" and _has_mixed_blocks(other, choice.blocks):
-        value += f" for {other.choices.activation_checkpoint_blocks} blocks"
+        value += f" for {other.choices.activation_checkpoint_blocks} of {choice.blocks} blocks"
     ratio = other.rate() / choice.best.rate() - 1
     if other.timeline is None and not machines.fits(other.needed_bytes, other.host):
         return f"{value} does not fit ({_of_available(other, machines)})"

@@ -26,7 +26,7 @@ from meshwright.parallel.planner.hardware import HostMemory, Machines
 from meshwright.parallel.planner.memory_model import host_memory, predict_step_memory
 from meshwright.parallel.planner.progress import clock
 from meshwright.parallel.planner.search_space import CHECKPOINTING, Choices, combinations
-from meshwright.parallel.planner.step_time import simulate_step
+from meshwright.parallel.planner.step_time import simulate_step, step_load
 from meshwright.parallel.planner.timeline import Timeline
 from meshwright.parallel.planner.workload import ModelWorkload
 
@@ -287,24 +287,21 @@ class _Search:
         available = self.machines.available_bytes
         if self.config.activation_checkpoint_blocks != "auto":
             return None
-        if any(max(self.least_needs(all_)) > available for all_ in (self.leanest[choices.computed], choices)):
+        none, treated = map(self.least_needs, (with_none(choices), choices))
+        if max(treated[0], treated[-1]) > available:  # in between it may need less than with all blocks
             return None
-        kept, treated = (self.least_needs(each)[0] for each in (with_none(choices), choices))
-        share = max((kept - available) / max(kept - treated, 1), 1 / self.blocks)
+        share, load = 1 / self.blocks, self.bounds.load(with_none(choices))
+        if alike := self.bounds.has_equal_blocks(choices):
+            share = max((none[0] - available) / max(none[0] - treated[0], 1), share)
         if (count := math.ceil(share * self.blocks)) >= self.blocks:
             return None
-        needed = min(kept, available)
-        seconds = self.some_blocks_s(choices, count)
+        if alike:  # in proportion between none and all; the last of the offloaded blocks is not copied
+            more = count - (choices.activation_checkpoint == "offload")
+            load = load.mixed(self.bounds.load(choices), more / self.blocks)
         plan, host = self.bounds.plan(choices), self.bounds.host(choices)
-        host = replace(host, activations=int(host.activations * (count - 1) / (self.blocks - 1)))
-        return Candidate(with_blocks(choices, count), plan, seconds, needed, host, at_least=True)
-
-    def some_blocks_s(self, choices: Choices, count: int) -> float:
-        """Return a lower bound of a step with activation checkpointing for some of the blocks, in seconds: in
-        proportion between those for none and for all. The last of the offloaded blocks is not copied."""
-        copied = count - (choices.activation_checkpoint == "offload")
-        none, treated = map(self.bounds.load, (with_none(choices), with_blocks(choices, self.blocks)))
-        return none.mixed(treated, copied / self.blocks).seconds
+        host = replace(host, activations=int(alike * host.activations * (count - 1) / (self.blocks - 1)))
+        needed = min(none[0], available)
+        return Candidate(with_blocks(choices, count), plan, load.seconds, needed, host, at_least=True)
 
     def evaluate(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its memory and, if it fits, its simulated step."""
@@ -332,8 +329,10 @@ class _Search:
         def excess_bytes(blocks: int) -> int:
             return self.excess_bytes(with_blocks(choices, blocks))
 
-        freed = max((none[0] - treated[0]) / self.blocks, 1.0)  # by each block
         least = count
+        if not self.bounds.has_equal_blocks(choices):
+            count = self.blocks
+        freed = max((none[0] - treated[0]) / self.blocks, 1.0)  # by each block
         while count < self.blocks and (excess := excess_bytes(count)) > 0:
             least, count = count + 1, count + math.ceil(excess / freed)
         counts = range(least, min(count, self.blocks))
@@ -342,9 +341,9 @@ class _Search:
             return None
         settled = replace(candidate, choices=with_blocks(choices, count), at_least=False)
         plan, work = self.complete(settled.choices)
-        settled = replace(
-            settled, lower_bound_s=self.some_blocks_s(choices, count), host=host_memory(plan, work)
-        )
+        times = step_times(plan, work, self.machines.kind, self.machines.per_node)
+        seconds, host = step_load(plan, times, {}).seconds, host_memory(plan, work)
+        settled = replace(settled, plan=plan, lower_bound_s=seconds, host=host)
         return None if self.host_mistake(settled) else settled
 
     def excess_bytes(self, choices: Choices) -> int:

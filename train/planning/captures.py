@@ -119,7 +119,10 @@ def shipped_key(case: TraceCase) -> str:
 
 @cache
 def _shipped(model: ModelConfig) -> Mapping[str, msgspec.Raw]:
-    """Return the captures of a model that come with the package, none of them decoded."""
-    if not isinstance(model, LlamaConfig) or not (path := shipped_path(model)).is_file():
-        return {}
-    return msgspec.json.decode(lzma.decompress(path.read_bytes()), type=dict[str, msgspec.Raw])
+    """Return the captures of a model that come with the package, none of them decoded. A file that cannot be
+    read is ignored, as one of the user's."""
+    if isinstance(model, LlamaConfig):
+        with contextlib.suppress(OSError, ValueError, lzma.LZMAError):
+            packed = shipped_path(model).read_bytes()
+            return msgspec.json.decode(lzma.decompress(packed), type=dict[str, msgspec.Raw])
+    return {}

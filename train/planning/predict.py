@@ -110,7 +110,7 @@ def predict_needs(
 def search_plans(job: TrainingJob, machines: Machines, leanest: bool = False) -> SearchResult:
     """Search all legal plans of the job, or with `leanest` those that need the least memory. Raises PlanError
     if there are none."""
-    clock.done = f"plans for {machines.processes} processes"
+    clock.done = f"world size {machines.processes}"
     units, parallel, shape = model_of(job.model).units, job.parallel, _shape_on(job, machines)
     if leanest:
         parallel, shape = least_memory(parallel, shape, len(units.checkpointed))

@@ -3,6 +3,7 @@ search reads it: the search begins with the first cases, the others with the las
 """
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
@@ -53,7 +54,7 @@ def traced_aside(job: TrainingJob, machines: Machines) -> Iterator[None]:
         shares = idle if None in first and not torch.cuda.is_initialized() else 0
         for share in range(shares):
             part = trace_share(job, machines, share, shares)
-            fork = get_context("fork").Process(target=list, args=(part,), daemon=True)
+            fork = get_context("fork").Process(target=_trace_all, args=(part,), daemon=True)
             fork.start()
             forks.append(fork)
     try:
@@ -62,3 +63,9 @@ def traced_aside(job: TrainingJob, machines: Machines) -> Iterator[None]:
         for process in forks:
             process.kill()
             process.join()
+
+
+def _trace_all(share: Iterator[None]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the search's, which then kills its forks
+    for _ in share:
+        pass
