@@ -92,7 +92,7 @@ class Comparison:
         """Return what a rank ought to have; None: the twin has nothing."""
         if seen.what == "output":
             return self.twin.of_rank.get((data_rank(self.mesh, rank), seen))
-        tensor = self.twin.tensors.get(seen._replace(name=self.twin.tied.get(seen.name, seen.name)))
+        tensor = self.twin.tensors.get(replace(seen, name=self.twin.tied.get(seen.name, seen.name)))
         if tensor is None:
             return None
         tensor = tensor.float() * (self.factor if seen.what == "gradient" else 1.0)
@@ -151,7 +151,7 @@ class Comparison:
                 if relative_error(*pair)[0] > TOLERANCE
             ]
             return kinds.pop() if len(kinds) == 1 else f"on rank {', '.join(wrong)}"
-        parts = self.twin.parts.get(seen._replace(name=first or seen.name))
+        parts = self.twin.parts.get(replace(seen, name=first or seen.name))
         return kind(expected[0], found, None if parts is None else parts, self.mesh)
 
     def _uneven(self, seen: Seen) -> bool:

@@ -10,7 +10,7 @@ by one, and keeps the gradient of each, which is what tells a wrong reduction fr
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +226,7 @@ def _record_loop(
             seen: tensor for seen, tensor in found.tensors.items() if seen.moment in (last, f"after {last}")
         }
         found.tensors |= {
-            seen._replace(moment=f"{seen.moment}, loaded"): tensor for seen, tensor in anew.items()
+            replace(seen, moment=f"{seen.moment}, loaded"): tensor for seen, tensor in anew.items()
         }
         return
     torch.manual_seed(1)

@@ -3,7 +3,6 @@ of a mesh share the batch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ DATA_AXES = AXES[:2]  # whose ranks get different rows; the others get the same 
 START = "after sharding"
 
 
-class Seen(NamedTuple):
+@dataclass(frozen=True)
+class Seen:
     """Which tensor. `moment`: such as "step 1, micro batch 2"; `what`: value, buffer, output, gradient or
     loss; `name`: of the parameter or buffer, or the output's number."""
 
@@ -24,7 +24,11 @@ class Seen(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        return f"{self.what} of {self.name}" if self.what in ("gradient", "value") else " ".join(self[1:])
+        return (
+            f"{self.what} of {self.name}"
+            if self.what in ("gradient", "value")
+            else f"{self.what} {self.name}"
+        )
 
 
 @dataclass
@@ -50,7 +54,9 @@ class RankRecord:
 
     def of(self, moment: str, what: str) -> dict[str, Tensor | None]:
         """Return the tensors of a moment by name."""
-        return {seen.name: t for seen, t in self.tensors.items() if seen[:2] == (moment, what)}
+        return {
+            seen.name: t for seen, t in self.tensors.items() if (seen.moment, seen.what) == (moment, what)
+        }
 
 
 def coordinates(mesh: MeshPlan) -> list[dict[str, int]]:
