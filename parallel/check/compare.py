@@ -63,6 +63,8 @@ class Comparison:
             yield f"gradients are {self.factor:g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
+        if frozen := set(self.ranks[0].frozen) - set(self.twin.frozen):
+            yield f"the sharding freezes {len(frozen)} parameters: {', '.join(sorted(frozen)[:3])} ..."
         if len(differences) > 1 and not any(each.kind for each in differences) and not self.twin.parts:
             yield "all parts of the batch do not weigh alike? As in a mean over each rank or micro batch"
         if differences and all(TOLERANCE < each.error < NARROW for each in differences):

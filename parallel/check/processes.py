@@ -57,6 +57,11 @@ class RankError(Exception):
 
 
 def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
+    os.environ |= {  # which transformers and accelerate read, as of torchrun
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    }
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if device == "cuda":
         torch.cuda.set_device(rank)
