@@ -63,6 +63,8 @@ class Comparison:
             yield f"gradients are {self.factor:g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
+        if frozen := set(self.ranks[0].frozen) - set(self.twin.frozen):
+            yield f"the sharding freezes {len(frozen)} parameters: {', '.join(sorted(frozen)[:3])} ..."
         if len(differences) > 1 and not any(each.kind for each in differences) and not self.twin.parts:
             yield "all parts of the batch do not weigh alike? As in a mean over each rank or micro batch"
         if differences and all(TOLERANCE < each.error < NARROW for each in differences):
@@ -92,7 +94,7 @@ class Comparison:
         """Return what a rank ought to have; None: the twin has nothing."""
         if seen.what == "output":
             return self.twin.of_rank.get((data_rank(self.mesh, rank), seen))
-        tensor = self.twin.tensors.get(seen._replace(name=self.twin.tied.get(seen.name, seen.name)))
+        tensor = self.twin.tensors.get(replace(seen, name=self.twin.tied.get(seen.name, seen.name)))
         if tensor is None:
             return None
         tensor = tensor.float() * (self.factor if seen.what == "gradient" else 1.0)
@@ -151,7 +153,7 @@ class Comparison:
                 if relative_error(*pair)[0] > TOLERANCE
             ]
             return kinds.pop() if len(kinds) == 1 else f"on rank {', '.join(wrong)}"
-        parts = self.twin.parts.get(seen._replace(name=first or seen.name))
+        parts = self.twin.parts.get(replace(seen, name=first or seen.name))
         return kind(expected[0], found, None if parts is None else parts, self.mesh)
 
     def _uneven(self, seen: Seen) -> bool:

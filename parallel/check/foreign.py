@@ -7,10 +7,11 @@ the data-parallel axes gets other rows, and other numbers of them; the twin runs
 by one, and keeps the gradient of each, which is what tells a wrong reduction from another fault.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from meshwright.parallel.plan.schema import MeshPlan
 
 STEPS, MICRO_BATCHES = 2, 2
 LR = 1e-2  # of the step between two comparisons: large enough that what it changes is seen
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # in names of parameters
+# parts of names of parameters that wrappers add
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class Subject:
             for parameter, value in zip(model.parameters(), moved(model).values(), strict=True):
                 parameter.data = value
         rows = sum(itertools.chain(*self.rows()))
-        example = with_random_ids(model, repeated_rows(example, rows), anew=rows_of(example) < rows)
+        probe = copy.deepcopy(model)  # a forward may write buffers
+        example = with_random_ids(probe, repeated_rows(example, rows), anew=rows_of(example) < rows)
         moved_example: Example = tree_map_only(Tensor, lambda t: t.to(self.device), example)
         return model.to(self.device).train(), moved_example
 
@@ -89,7 +92,7 @@ class Subject:
         found = self.shard(model, mesh)
         if not isinstance(found, nn.Module | None):
             raise PlanError(f"check: {self.shard} returned {type(found).__name__}, not a model or None")
-        return model if found is None else found
+        return (model if found is None else found).train()
 
     def rows(self) -> list[list[int]]:
         """Return the number of rows of each micro batch of each data-parallel rank."""
@@ -112,12 +115,13 @@ class Subject:
 def record_rank(subject: Subject) -> RankRecord:
     """Record what a rank of the mesh computes. Every rank calls it."""
     model, example = subject.start()
-    random = is_random(model, example)
+    random = is_random(copy.deepcopy(model), example)
     mesh = subject.device_mesh()
     model = subject.sharded(model, mesh)
     found = RankRecord(whole=not any(isinstance(p, DTensor) for p in model.parameters()))
     look(found, START, model)
     found.tied = ties(model)
+    found.frozen = frozen(model)
     if subject.loop is not None:
         _record_loop(subject, found, model, example, mesh)
         return found
@@ -144,7 +148,9 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
     """Record what the unsharded model computes, on one process. `ranks`: what these recorded: if all their
     gradients have a common factor, the twin's step is by as much."""
     model, example = subject.start()
-    found = RankRecord(tied=ties(model))
+    found = RankRecord(tied=ties(model), frozen=frozen(model))
+    for name, parameter in named(model):
+        parameter.requires_grad_(parameter.requires_grad and name not in ranks[0].frozen)
     look(found, START, model)
     if subject.loop is not None:
         _record_loop(subject, found, model, example, None)
@@ -226,7 +232,7 @@ def _record_loop(
             seen: tensor for seen, tensor in found.tensors.items() if seen.moment in (last, f"after {last}")
         }
         found.tensors |= {
-            seen._replace(moment=f"{seen.moment}, loaded"): tensor for seen, tensor in anew.items()
+            replace(seen, moment=f"{seen.moment}, loaded"): tensor for seen, tensor in anew.items()
         }
         return
     torch.manual_seed(1)
@@ -255,9 +261,12 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield clean(name), parameter
 
 
+def frozen(model: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, parameter in named(model) if not parameter.requires_grad)
+
+
 def clean(name: str) -> str:
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    return ".".join(parts[1:] if parts[0] == "module" else parts)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def ties(model: nn.Module) -> dict[str, str]:

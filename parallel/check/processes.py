@@ -2,16 +2,18 @@
 
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from meshwright.parallel.errors import PlanError
 
@@ -33,7 +35,9 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
                 f"check: the model cannot be sent to the processes ({error}): define its classes and "
                 "functions at the top of a module"
             ) from error
-        spawn(_run_rank, args=(ranks, name, device), nprocs=ranks, join=True)
+        # forked from one process that has imported ours: torch takes seconds to import
+        set_forkserver_preload([module for module in sys.modules if module.startswith("meshwright.")])
+        start_processes(_run_rank, (ranks, name, device), ranks, start_method="forkserver")
         results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     errors = [result for result in results if isinstance(result, RankError)]
     if errors:
@@ -53,6 +57,11 @@ class RankError(Exception):
 
 
 def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
+    os.environ |= {  # which transformers and accelerate read, as of torchrun
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    }
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if device == "cuda":
         torch.cuda.set_device(rank)

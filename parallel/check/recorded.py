@@ -3,7 +3,6 @@ of a mesh share the batch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ DATA_AXES = AXES[:2]  # whose ranks get different rows; the others get the same 
 START = "after sharding"
 
 
-class Seen(NamedTuple):
+@dataclass(frozen=True)
+class Seen:
     """Which tensor. `moment`: such as "step 1, micro batch 2"; `what`: value, buffer, output, gradient or
     loss; `name`: of the parameter or buffer, or the output's number."""
 
@@ -24,7 +24,8 @@ class Seen(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        return f"{self.what} of {self.name}" if self.what in ("gradient", "value") else " ".join(self[1:])
+        of = " of " if self.what in ("gradient", "value") else " "
+        return f"{self.what}{of}{self.name}"
 
 
 @dataclass
@@ -36,21 +37,23 @@ class RankRecord:
         of_rank: of the twin: the outputs, by the index of a data-parallel rank
         parts: of the twin: each part of a gradient, [data-parallel ranks, micro batches, *shape]
         tied: names of one parameter, those after the first by the first
+        frozen: parameters without a gradient
         whole: whether the rank holds every parameter whole
         notes: what was not run so
-        random: whether a forward in training mode draws random numbers
     """
 
     tensors: dict[Seen, Tensor | None] = field(default_factory=dict)
     of_rank: dict[tuple[int, Seen], Tensor] = field(default_factory=dict)
     parts: dict[Seen, Tensor] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
     whole: bool = True
     notes: tuple[str, ...] = ()
 
     def of(self, moment: str, what: str) -> dict[str, Tensor | None]:
         """Return the tensors of a moment by name."""
-        return {seen.name: t for seen, t in self.tensors.items() if seen[:2] == (moment, what)}
+        wanted = (moment, what)
+        return {seen.name: t for seen, t in self.tensors.items() if (seen.moment, seen.what) == wanted}
 
 
 def coordinates(mesh: MeshPlan) -> list[dict[str, int]]:
