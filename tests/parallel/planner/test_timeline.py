@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,20 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.colors import to_rgb
 
+from meshwright.parallel.planner import timeline_plot as plot
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline, chrome_trace
-from meshwright.parallel.planner.timeline_plot import (
-    COLORS,
-    DARK,
-    FAINT,
-    INK,
-    MARK,
-    PAPER,
-    color_key,
-    draw_timeline,
-    facts,
-    to_svg,
-)
+from meshwright.parallel.planner.timeline_plot import COLORS, color_key, draw_timeline, facts, to_svg
 from meshwright.tools.charts import Curve, draw_curves, style_of
 from tests.support.forks import ROOT
 from tests.support.pictures import assert_readable, spans_of, svg_texts
@@ -87,10 +78,6 @@ def test_a_picture_has_lanes_legend_and_axes_and_stays_inside(n_layers: int, mic
     assert {"70B <on> $8$ & ? ?_", facts(step), "exposed: computing waits", "ms", "0"} <= set(texts)
     for lane in ("compute", "tensor parallel", "all-gather", "reduce-scatter", "all-reduce"):
         assert texts.count(lane) == 2, "in both panels"
-    waits = spans_of(figure.axes[1], COLORS["exposed"])
-    for start_ms, end_ms in spans_of(figure.axes[1], COLORS["tp"]):
-        middle = (start_ms + end_ms) / 2
-        assert any(start <= middle <= end for start, end in waits), "tensor parallelism stops computing"
     assert_readable(figure)
     assert len(svg) < 450_000
 
@@ -110,16 +97,14 @@ def luminance(color: str) -> float:
 
 def test_texts_have_contrast_on_bars_and_on_the_pictures_own_background() -> None:
     """On pages of any color: W3C's minimum for text is 4.5."""
-    on_bars = [("white" if kind in DARK else INK, color) for kind, color in COLORS.items()]
-    on_paper = [(text, paper) for text in (INK, FAINT) for paper in ("white", PAPER, MARK)]
-    for pair in on_bars + on_paper:
-        low, high = sorted(map(luminance, pair))
-        assert (high + 0.05) / (low + 0.05) >= 4.5, pair
+    pairs = [("white" if kind in plot.DARK else plot.INK, color) for kind, color in COLORS.items()]
+    for text, paper in [*pairs, *product((plot.INK, plot.FAINT), ("white", plot.PAPER, plot.MARK))]:
+        low, high = sorted(map(luminance, (text, paper)))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (text, paper)
     svg = ElementTree.fromstring(to_svg(draw_timeline(step_of(), "")))
-    width, height = svg.get("viewBox", "").split()[2:]
     background = next(svg.iter("{http://www.w3.org/2000/svg}path"))
-    assert background.get("style") == "fill: #ffffff"
-    assert f"L {width} {height}" in background.get("d", "")
+    corner = "L {2} {3}".format(*svg.get("viewBox", "").split())
+    assert (background.get("style"), corner in background.get("d", "")) == ("fill: #ffffff", True)
 
 
 def test_every_kind_of_work_is_drawn_and_in_the_legend() -> None:
