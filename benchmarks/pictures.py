@@ -23,13 +23,15 @@ from meshwright.train.calibration.compute import cpu_model
 
 DOCS = ROOT / "docs"
 DRAWN = re.compile(r"^python -m tools\.plan (.*) --timeline docs/(\S+)$", re.MULTILINE)
+MACHINE = re.compile(r"(on two gloo ranks \().*?(\),\sprofiled)", re.DOTALL)  # of the measured step
 PROFILED = ("--train.steps=20", "--profile.start=10", "--profile.all_ranks=true")
 SWEEP = """\
 config: llama_debug.yaml
 overrides:
   run.threads: 1
+  parallel.compile.enabled: false
   train.steps: 40
-  train.global_batch_size: 2
+  train.global_batch_size: 4
   train.eval_every: 20
   train.eval_sequences: 16
   optim.warmup_steps: 4
@@ -42,7 +44,7 @@ best: eval_loss
 """
 RUNS = 6
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SIZES = {"sweep-wide.png": (1200, 1240), "sweep-narrow.png": (500, 1000), "tensorboard.png": (1280, 1060)}
+SIZES = {"sweep-wide.png": (1200, 1240), "sweep-narrow.png": (500, 1000), "tensorboard.png": (1380, 1060)}
 WAIT_S = 60  # for TensorBoard to read the runs
 RENDER_MS = 30_000  # of a page's own time before its picture is taken
 
@@ -62,9 +64,11 @@ def draw_measured(folder: Path) -> None:
     output_of([*train, *PROFILED], folder)
     picture = f"--picture={DOCS / 'step-measured.svg'}"
     output_of([*python_command("meshwright.tools.trace", 1), run, picture], folder)
-    machine = f"({os.cpu_count()} cores, {cpu_model()}, {datetime.date.today():%-d %B %Y})"
-    text = page.read_text(encoding="utf-8")
-    page.write_text(re.sub(r"(?<=two gloo ranks)\s\([^)]*\)", f" {machine}", text), encoding="utf-8")
+    machine = f"{os.cpu_count()} cores of {cpu_model()}, {datetime.date.today():%-d %B %Y}"
+    text, found = MACHINE.subn(rf"\g<1>{machine}\g<2>", page.read_text(encoding="utf-8"))
+    if not found:
+        raise BenchError(f"docs/{page.name} names no machine: change MACHINE in benchmarks/pictures.py")
+    page.write_text(text, encoding="utf-8")
     print("docs/step-measured.svg", flush=True)
 
 
@@ -78,7 +82,7 @@ def take_views(folder: Path) -> None:
     text, wrapped = page.read_text(encoding="utf-8"), [textwrap.fill(line, 118) for line in quoted]
     page.write_text(text.replace(block_of(text, f"[1/{RUNS}]"), "\n".join(wrapped)), encoding="utf-8")
     report = (folder / "sweeps/rates/report.html").as_uri()
-    with tensorboard(folder / "sweeps/rates", folder / "board.txt") as board:
+    with tensorboard(folder, "sweeps/rates") as board:
         for name, size in SIZES.items():
             take_view(browser, f"{board}#custom_scalars" if "board" in name else report, size, DOCS / name)
 
@@ -106,9 +110,10 @@ def take_view(browser: str, address: str, size: tuple[int, int], path: Path) -> 
 
 
 @contextlib.contextmanager
-def tensorboard(runs: Path, log: Path) -> Iterator[str]:
-    """Serve the runs, and give the server's address once it has read all of them."""
-    command = [*python_command("tensorboard.main", 1), f"--logdir={runs}", "--host=127.0.0.1", "--port=0"]
+def tensorboard(folder: Path, runs: str) -> Iterator[str]:
+    """Serve the runs in a folder, and give the server's address once it has read all of them."""
+    server = [*python_command("tensorboard.main", 1), f"--logdir={runs}", "--host=127.0.0.1", "--port=0"]
+    command, log = f"cd {shlex.quote(str(folder))} && exec {shlex.join(server)}", folder / "board.txt"
     with started(command, own_environment(), log):
         until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
