@@ -20,8 +20,8 @@ from benchmarks.support.forked_ranks import RankError, run_forked
 from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from benchmarks.zoo.case import Batch, Case
 from benchmarks.zoo.models import CASES
+from meshwright.parallel.check.check import compare
 from meshwright.parallel.fsdp import full_tensor
-from meshwright.parallel.model.check import compare
 from meshwright.parallel.model.constructor import tensors_by_name
 from meshwright.parallel.model.parts import Loss
 from meshwright.tools.checkpoint.__main__ import main as checkpoint_command

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.parallel.apply import apply_plan as apply_plan
+    from meshwright.parallel.check.check import check as check
+    from meshwright.parallel.check.report import CheckReport as CheckReport
     from meshwright.parallel.config import CompileConfig as CompileConfig
     from meshwright.parallel.config import ParallelConfig as ParallelConfig
     from meshwright.parallel.errors import PlanError as PlanError
     from meshwright.parallel.fsdp import full_tensor as full_tensor
     from meshwright.parallel.mesh import build_mesh as build_mesh
-    from meshwright.parallel.model.check import CheckReport as CheckReport
-    from meshwright.parallel.model.check import check as check
     from meshwright.parallel.model.describe import describe as describe
     from meshwright.parallel.model.materialize import load_weights as load_weights
     from meshwright.parallel.model.materialize import materialize as materialize
@@ -62,8 +62,8 @@ _PUBLIC = {
     "full_tensor": "parallel.fsdp",
     "materialize": "parallel.model.materialize",
     "load_weights": "parallel.model.materialize",
-    "check": "parallel.model.check",
-    "CheckReport": "parallel.model.check",
+    "check": "parallel.check.check",
+    "CheckReport": "parallel.check.report",
     "save": "train.checkpoint.own_loop",
     "load": "train.checkpoint.own_loop",
     "simulate": "parallel.simulate.simulator",

@@ -1,5 +1,5 @@
-"""`python -m tools.check --model.factory=MODULE:FUNCTION`: prove that a model of yours, sharded, computes
-what it does unsharded.
+"""`python -m tools.check --model.factory=MODULE:FUNCTION`: prove that a model of yours computes what it does
+unsharded, sharded as a plan says or by a function of yours (`--sharded`).
 
 The function returns the model, or the model and an example of its arguments if these are not only tokens,
 `return model, {"input_ids": ids}`, and if you like a loss, a function of outputs and example, to be told
@@ -11,28 +11,43 @@ import dataclasses
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
+from meshwright.parallel.check.check import check
+from meshwright.parallel.check.foreign import Subject
+from meshwright.parallel.check.kinds import TOLERANCE
+from meshwright.parallel.check.report import CheckReport
+from meshwright.parallel.check.sharding import check_sharding
 from meshwright.parallel.config import CompileConfig, ParallelConfig
 from meshwright.parallel.fsdp import Gradients
-from meshwright.parallel.model.check import check
 from meshwright.parallel.model.describe import describe
 from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.plan.make import RunShape, make_plan
-from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES
+from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES, MeshPlan
 from meshwright.parallel.plan.serialize import plan_to_table
-from meshwright.tools.cli import new_parser, parse_with_keys, run_tool, to_json
+from meshwright.tools.cli import new_parser, number_from, parse_with_keys, run_tool, to_json
+from meshwright.train.config import ModelConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import OwnModel, call_factory
+from meshwright.train.user_code import allow, find
 
 DESCRIPTION = """example:
   python -m tools.check --model.factory=mine:build --model.args.layers=2 --tp 2
+  python -m tools.check --model.factory=mine:build --sharded=mine:shard --dp_shard 2
 
 Compare a model, sharded, recomputed and compiled on 2 to 16 processes of this CPU, with the unsharded one:
-outputs and every gradient.
+outputs and every gradient. With --sharded it is not our plan that is checked but your function, whatever it
+shards with, and with --step your training loop: docs/proof.md.
 """
 PREFIX = "--model."
+OF_PLAN = (
+    *("cp_exchange", "accumulation", "gradients", "param_dtype", "activation_checkpoint", "backend"),
+    "graph_breaks",
+)
+OF_SHARDED = ("step", "device", "equal_rows", "tolerance")
 DEGREES = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}  # and their defaults
 
 
@@ -41,7 +56,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises ConfigError and PlanError.
     """
-    options, keys = parse_with_keys(make_parser(), arguments)
+    parser = make_parser()
+    options, keys = parse_with_keys(parser, arguments)
+    if options.json and options.junit:
+        raise ConfigError("--json and --junit write the same report: give one of them")
+    plan_only = [name for name in OF_PLAN if getattr(options, name) != parser.get_default(name)]
+    if options.sharded and plan_only:
+        raise ConfigError(f"--{plan_only[0]} is of a plan, but --sharded shards without one: leave it out")
+    of_sharded = [name for name in OF_SHARDED if getattr(options, name) != parser.get_default(name)]
+    if of_sharded and not options.sharded:
+        raise ConfigError(f"--{of_sharded[0]} needs --sharded=MODULE:FUNCTION, whose sharding is checked")
+    report = of_function(options, keys) if options.sharded else of_plan(options, keys)
+    if options.junit:
+        Path(options.junit).write_text(report.junit(), encoding="utf-8")
+    print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
+    if not report.same:
+        sys.exit(1)
+
+
+def of_function(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport:
+    """Check the sharding of a function of the caller's, and a loop if there is one."""
+    config = model_config(options.factory, keys)
+    mesh = MeshPlan(**{axis: getattr(options, axis) for axis in DEGREES})
+    call_factory(config, values=True)  # whose errors are told here, and not by a process
+    allow(filter(None, (options.sharded, options.step)))
+    subject = Subject(
+        partial(find("model.factory", options.factory), **config.args),
+        find("sharded", options.sharded),
+        mesh,
+        find("step", options.step) if options.step else None,
+        device=options.device,
+        equal_rows=options.equal_rows,
+    )
+    return check_sharding(subject, options.tolerance)
+
+
+def of_plan(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport:
+    """Check the plan that the options describe."""
     made, described = build(options.factory, keys)
     degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
@@ -64,10 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(plan_to_table(plan), flush=True)
         if plan.mesh.tp > 1:
             print(f"tp={plan.mesh.tp} splits {units.tp_share:.0%} of the parameters", flush=True)
-    report = check(made.module, plan, made.example, made.loss, gradients=options.gradients)
-    print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
-    if not report.same:
-        sys.exit(1)
+    return check(made.module, plan, made.example, made.loss, gradients=options.gradients)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -95,6 +143,25 @@ def make_parser() -> argparse.ArgumentParser:
     add("--backend", default="inductor", help="of torch.compile (default inductor); none: eager only")
     add("--graph_breaks", action="store_true", help="allow them in blocks (compile.fullgraph=false)")
     add("--json", action="store_true", help="print one JSON document")
+    add("--junit", metavar="FILE", help="write the report as a JUnit file, for a CI")
+    theirs = parser.add_argument_group("a sharding of your own, in place of a plan")
+    theirs.add_argument(
+        "--sharded",
+        metavar="MODULE:FUNCTION",
+        help="function of the model and a DeviceMesh that shards it, by whatever means, and returns it, or "
+        "None if in place",
+    )
+    theirs.add_argument(
+        "--step",
+        metavar="MODULE:CLASS",
+        help="your training loop: made of the sharded model and the mesh (None on one process); its "
+        "step(batches) takes an optimizer step; save(folder) and load(folder), if it has them",
+    )
+    theirs.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo (default) or NCCL")
+    theirs.add_argument("--equal_rows", action="store_true", help="all ranks get equally many rows")
+    theirs.add_argument(
+        "--tolerance", type=number_from(0), default=TOLERANCE, help=f"relative (default {TOLERANCE:g})"
+    )
     parser.epilog = (
         f"{PREFIX}args.KEY=VALUE are arguments of the function, as YAML; {PREFIX}blocks, units, unsharded "
         "and styles are as in a config: python -m train.main -h model."
@@ -105,10 +172,15 @@ def make_parser() -> argparse.ArgumentParser:
 def build(factory: str, arguments: Sequence[str]) -> tuple[OwnModel, Mapping[str, Any]]:
     """Call the factory, and return what it does and the options of `describe`. Raises ConfigError for an
     argument that is not below `PREFIX`, if there is no such function, and if it returns something else."""
+    config = model_config(factory, arguments)
+    return call_factory(config, values=True), config.described
+
+
+def model_config(factory: str, arguments: Sequence[str]) -> ModelConfig:
+    """Return the config of a model from arguments, all below `PREFIX`. Raises ConfigError."""
     if unknown := [each for each in arguments if not each.startswith(PREFIX)]:
         raise ConfigError(f"unknown argument {unknown[0]}: see python -m tools.check -h")
-    config = parse_config([f"--model.factory={factory}", *arguments]).model
-    return call_factory(config, values=True), config.described
+    return parse_config([f"--model.factory={factory}", *arguments]).model
 
 
 if __name__ == "__main__":

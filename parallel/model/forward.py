@@ -24,6 +24,16 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.sharded_model import own_random_state
 
 Example = Mapping[str, Any] | Sequence[Any]  # keyword or positional arguments of the model's forward
+EXAMPLE_TOKENS = 16
+
+
+def example_or_tokens(model: nn.Module, example: Example | None) -> Example:
+    """Return the example, or tokens [2, EXAMPLE_TOKENS] if there is none."""
+    if example:
+        return example
+    ids = torch.zeros(2, EXAMPLE_TOKENS, dtype=torch.int64)
+    name = getattr(model, "main_input_name", None)  # of a transformers model
+    return {name: ids} if name else (ids,)
 
 
 def call_arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

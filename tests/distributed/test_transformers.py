@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.parallel.check.check import compare
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.model.check import compare
 from meshwright.parallel.model.foreign_styles import TRANSFORMERS_STYLES, find_styles
 from tests.support.factories import HF_SIZES
 from tests.support.hf_models import make_tokens

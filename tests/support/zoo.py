@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks.zoo.case import ROWS, numbers
 from benchmarks.zoo.models import CASES
+from meshwright.parallel.check.check import compare
 from meshwright.parallel.config import CompileConfig, ParallelConfig
-from meshwright.parallel.model.check import compare
 from meshwright.parallel.model.describe import describe
 from meshwright.parallel.plan.make import RunShape, make_plan
 

@@ -30,7 +30,13 @@ from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
 from meshwright.parallel.model.constructor import construct, construct_on_meta, is_constant, no_parameters
 from meshwright.parallel.model.describe import describe
-from meshwright.parallel.model.forward import Example, call_arguments, one_sequence_per_row, run_on_fakes
+from meshwright.parallel.model.forward import (
+    Example,
+    call_arguments,
+    example_or_tokens,
+    one_sequence_per_row,
+    run_on_fakes,
+)
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
 from meshwright.parallel.model.materialize import allocate, allocate_on, is_constructed, materialize
 from meshwright.parallel.plan.schema import ModelUnits, Plan
@@ -45,7 +51,6 @@ if TYPE_CHECKING:
 
 
 HF_CONFIG = "hf_config.json"  # in a checkpoint: what transformers needs to build the model
-EXAMPLE_TOKENS = 16
 # attributes of a model's `config`: of transformers, and of our Llama
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 HEADS = ("num_attention_heads", "n_heads")
@@ -416,9 +421,7 @@ def call_factory(config: ModelConfig, values: bool = False) -> OwnModel:
     if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module) and _is_example(*parts[1:2])):
         raise ConfigError(f"{named} must return {RESULT}")
     module, example, loss = (*parts, None, None)[:3]
-    ids = torch.zeros(2, EXAMPLE_TOKENS, dtype=torch.int64)
-    name = getattr(module, "main_input_name", None)  # of a transformers model
-    return OwnModel(module, example or ({name: ids} if name else (ids,)), loss)
+    return OwnModel(module, example_or_tokens(module, example), loss)
 
 
 def _is_example(value: object = None) -> bool:

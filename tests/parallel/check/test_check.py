@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel import tensor_parallel
-from meshwright.parallel.model.check import CheckReport, check, compare, relative_error, with_random_ids
-from meshwright.parallel.model.check import on_meta as on_the_meta_device
+from meshwright.parallel.check.check import check, compare
+from meshwright.parallel.check.check import on_meta as on_the_meta_device
+from meshwright.parallel.check.kinds import relative_error
+from meshwright.parallel.check.report import CheckReport
+from meshwright.parallel.check.small_plan import not_run, small_plan
+from meshwright.parallel.check.values import with_random_ids
 from meshwright.parallel.model.parts import kind_of_loss, outputs_of_parts
-from meshwright.parallel.model.small_plan import not_run, small_plan
 from tests.support.factories import Positioned, rooted
 from tests.support.worlds import run_ranks
 from tests.support.zoo import MADE, linears

@@ -8,22 +8,22 @@ random, because they hide what attention computes. The report names what of the 
 """
 
 import copy
+import dataclasses
 import math
-import os
-import pickle
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.apply import apply_plan
+from meshwright.parallel.check.compare import FLOOR
+from meshwright.parallel.check.kinds import TOLERANCE, relative_error
+from meshwright.parallel.check.processes import run_ranks
+from meshwright.parallel.check.report import CheckReport, Mismatch
+from meshwright.parallel.check.small_plan import compilable_on_cpu, cut_model, eager, not_run, small_plan
+from meshwright.parallel.check.values import moved, with_random_ids
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients, full_tensor
 from meshwright.parallel.mesh import build_mesh, gather_from_all
@@ -31,7 +31,6 @@ from meshwright.parallel.model.forward import Example, observe
 from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.model.materialize import load_weights, materialize
 from meshwright.parallel.model.parts import (
-    LOSSES,
     Loss,
     call,
     check_signature,
@@ -41,77 +40,11 @@ from meshwright.parallel.model.parts import (
     rows_of,
     some_rows,
 )
-from meshwright.parallel.model.small_plan import compilable_on_cpu, cut_model, eager, not_run, small_plan
 from meshwright.parallel.plan.rules import written_mistakes
-from meshwright.parallel.plan.schema import MeshPlan, Plan
+from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel, summed
 
-TOLERANCE = 1e-4  # of a relative difference in float32, which rounding keeps below 1e-5
-FLOOR = 1e-2  # share of the largest gradient: smaller ones are compared with it, as they may be mere rounding
 MOST_PARAMETERS = 250_000_000  # of the cut model, of which each process has several copies in float32
-MOVED = 0.05  # standard deviation by which weights are moved, as a share of their own, at least
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A tensor that the sharded model computes differently.
-
-    Args:
-        run: eager or compiled
-        name: an output, or the parameter whose gradient it is
-        error: norm of the difference as a share of the norm
-        scale: the factor by which the sharded tensor is too large, if it is otherwise right; else NaN
-    """
-
-    run: str
-    name: str
-    error: float
-    scale: float
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    """What a check found.
-
-    Args:
-        degrees: of the mesh that was checked
-        blocks: those of the cut model
-        compared: outputs and gradients
-        largest: the largest relative difference
-        differences: those above the tolerance, outputs first
-        graphs: compiled graphs; 0 if the plan does not compile
-        loss: what the caller's loss is over rows: "sum", "mean", "neither"; "" if none was given
-        not_run: the parts of the plan and of the model that were not run so, or not compared
-    """
-
-    degrees: MeshPlan
-    blocks: tuple[str, ...]
-    compared: int
-    largest: float
-    differences: tuple[Mismatch, ...]
-    graphs: int
-    loss: str = ""
-    not_run: tuple[str, ...] = ()
-
-    @property
-    def same(self) -> bool:
-        """Whether the sharded model computes the same."""
-        return not self.differences
-
-    def __str__(self) -> str:
-        degrees = " x ".join(f"{axis} {getattr(self.degrees, axis)}" for axis in self.degrees.axes)
-        graphs = f"{self.graphs} graph{'s' * (self.graphs > 1)}"
-        runs = f"eager and compiled ({graphs})" if self.graphs else "eager"
-        head = f"{self.compared} outputs and gradients on {degrees}, {runs}"
-        tail = LOSSES[self.loss] + (f"\nnot run: {'; '.join(self.not_run)}" if self.not_run else "")
-        if self.same:
-            return f"{head}: the same, largest difference {self.largest:.1e}{tail}"
-        lines = [f"{head}: {len(self.differences)} differ:{tail}"]
-        lines += [
-            f"  {each.run} {each.name}: off by {each.error:.1e}{_smell(each, self)}"
-            for each in self.differences
-        ]
-        return "\n".join(lines)
 
 
 def check(
@@ -154,7 +87,7 @@ def check(
     parts = found.pop("parts")
     found |= {
         "loss": kind_of_loss(parts, loss) if loss else "",
-        "differences": tuple(found["differences"]),
+        "differences": tuple(_named(found["differences"], small.mesh.tp)),
         "not_run": (*not_run(plan, small), *found["not_run"]),
     }
     return CheckReport(small.mesh, blocks, **found)
@@ -163,33 +96,8 @@ def check(
 def run_processes(plan: Plan, *job: Any) -> dict[str, Any]:
     """Compare on as many processes as the plan has, and return what they found together. `job`: the other
     arguments of `compare`."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-check-") as name:
-        folder = Path(name)
-        try:
-            torch.save((plan, *job), folder / "job.pt")
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise PlanError(
-                f"check: the model cannot be sent to the processes ({error}): define its classes and "
-                "functions at the top of a module"
-            ) from error
-        processes = plan.mesh.world_size
-        spawn(_run_rank, args=(processes, str(folder)), nprocs=processes, join=True)
-        results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
-    if errors := [result["error"] for result in results if "error" in result]:
-        raise PlanError(f"check: {errors[0]}")
-    found: dict[str, Any] = results[0]
+    found: dict[str, Any] = run_ranks(compare, plan.mesh.world_size, (plan, *job))[0]
     return found
-
-
-def _run_rank(rank: int, processes: int, folder: str) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
-    job = torch.load(f"{folder}/job.pt", weights_only=False)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
-    try:
-        torch.save(compare(*job), f"{folder}/{rank}.pt")
-    except Exception as error:
-        torch.save({"error": f"{type(error).__name__}: {error}"}, f"{folder}/{rank}.pt")
-    os._exit(0)  # other ranks may still wait for one that failed
 
 
 def compare(
@@ -305,30 +213,6 @@ def _is_output(name: str) -> bool:
     return name.startswith("output ")
 
 
-def with_random_ids(model: nn.Module, example: Example) -> Example:
-    """Return the example with random ids in place of equal ones that an embedding of the model, which is used
-    up by that, gets."""
-    sizes: dict[int, int] = {}  # by address of the ids
-
-    def note(module: Any, args: Any) -> None:
-        sizes.update({ids.data_ptr(): module.num_embeddings for ids in args if isinstance(ids, Tensor)})
-
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(note)
-    with torch.no_grad():
-        call(model, example)
-
-    def replace(ids: Tensor) -> Tensor:
-        size = sizes.get(ids.data_ptr(), 0)
-        if not size or bool((ids != ids.flatten()[0]).any()):
-            return ids
-        return torch.randint(size, ids.shape, generator=torch.Generator().manual_seed(0), dtype=ids.dtype)
-
-    replaced: Example = tree_map_only(Tensor, replace, example)
-    return replaced
-
-
 def _worst(by_rank: Iterable[Sequence[Mismatch]]) -> list[Mismatch]:
     """Return the differences of all ranks, each tensor once: with the largest error."""
     worst: dict[tuple[str, str], Mismatch] = {}
@@ -377,13 +261,7 @@ def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
     values = {}
     for name, tensor in model.named_buffers(remove_duplicate=False):
         values[name] = tensor.detach().clone()
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        whole = full_tensor(parameter)
-        whole = whole.detach().float()
-        spread = max(float(whole.std(correction=0)), MOVED)
-        values[name] = whole + MOVED * spread * torch.randn(whole.shape, generator=generator)
-    return values
+    return values | moved(model)
 
 
 def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
@@ -410,30 +288,18 @@ def _backward(model: nn.Module, part: Example, seed: int, own: Tensor | None) ->
     return [output.detach() for output in outputs]
 
 
-def relative_error(tensor: Tensor, expected: Tensor, floor: float = 0.0) -> tuple[float, float]:
-    """Return the norm of the difference as a share of the norm, or of `floor` if that is larger, and the
-    factor between them, NaN if they differ by more than a factor."""
-    if tensor.shape != expected.shape:
-        return math.inf, math.nan
-    norm = float(expected.norm())
-    if not norm:
-        return float(tensor.norm()) / (floor or 1.0), math.nan
-    error = float((tensor - expected).norm()) / max(norm, floor)
-    scale = float((tensor * expected).sum()) / norm**2
-    exact = float((tensor - scale * expected).norm()) / norm <= TOLERANCE
-    return (error if math.isfinite(error) else math.inf), (scale if exact else math.nan)
-
-
-def _smell(difference: Mismatch, report: CheckReport) -> str:
-    """Return what a difference hints at; "" for nothing known."""
-    tp, scale = report.degrees.tp, difference.scale
-    outputs_differ = any(_is_output(each.name) for each in report.differences)
-    if math.isfinite(scale):
-        return f": {scale:.3g} times too large"
-    if difference.run == "compiled" and not any(each.run == "eager" for each in report.differences):
-        return ": only if compiled"
-    if tp > 1 and not outputs_differ and not _is_output(difference.name):
-        return ": a whole weight that every tp rank uses on its part of the heads needs the style per_head"
-    if outputs_differ and tp > 1 and _is_output(difference.name):
-        return ": a split layer of another formula, or positions and masks made from a part of the tokens"
-    return ""
+def _named(differences: Sequence[Mismatch], tp: int) -> Iterator[Mismatch]:
+    """Yield the differences with what they look like."""
+    outputs_differ = any(_is_output(each.name) for each in differences)
+    only_compiled = not any(each.run == "eager" for each in differences)
+    for each in differences:
+        kind = ""
+        if math.isfinite(each.scale):
+            kind = f"{each.scale:.3g} times too large"
+        elif only_compiled:
+            kind = "only if compiled"
+        elif tp > 1 and not outputs_differ:
+            kind = "a whole weight that every tp rank uses on its part of the heads needs the style per_head"
+        elif tp > 1 and _is_output(each.name):
+            kind = "a split layer of another formula, or positions and masks made from a part of the tokens"
+        yield dataclasses.replace(each, kind=kind)

@@ -1,0 +1,1 @@
+"""Proves that a sharded model computes what the unsharded one does."""

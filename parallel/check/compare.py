@@ -1,0 +1,187 @@
+"""Compares what the ranks of a check recorded with what their twin did, moment by moment."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from meshwright.parallel.check.kinds import NARROW, TOLERANCE, common_factor, kind, own_slice, relative_error
+from meshwright.parallel.check.recorded import START, RankRecord, Seen, data_rank, groups_over
+from meshwright.parallel.check.report import CheckReport, Mismatch
+from meshwright.parallel.plan.schema import MeshPlan
+
+FLOOR = 1e-2  # share of the largest gradient: smaller ones are compared with it, as they may be mere rounding
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the ranks have, beside their twin.
+
+    Args:
+        tolerance: of a relative difference
+        factor: which all gradients may have in common
+    """
+
+    mesh: MeshPlan
+    twin: RankRecord
+    ranks: Sequence[RankRecord]
+    tolerance: float
+    factor: float = 1.0
+
+    def report(self) -> CheckReport:
+        """Return what differs, up to the first moment at which something does."""
+        compared, largest, differences, notes = 0, 0.0, list[Mismatch](), list[str]()
+        for _, group in itertools.groupby(self.ranks[0].tensors, lambda seen: seen.moment):
+            for seen in self._missing_too(list(group)):
+                found = self._of_tensor(seen)
+                if isinstance(found, str):
+                    notes.append(found)
+                    continue
+                compared, largest = compared + 1, max(largest, found.error)
+                if not found.error <= self.tolerance:
+                    differences.append(found)
+            if differences:
+                break
+        return CheckReport(
+            degrees=self.mesh,
+            blocks=(),
+            compared=compared,
+            largest=largest,
+            differences=tuple(differences),
+            graphs=0,
+            not_run=tuple(dict.fromkeys((*self.ranks[0].notes, *notes))),
+            hints=tuple(self._hints(differences)),
+        )
+
+    def _hints(self, differences: Sequence[Mismatch]) -> Iterator[str]:
+        if abs(self.factor - 1) > TOLERANCE:
+            yield f"gradients are {self.factor:.3g} times the sum over data-parallel ranks and micro batches"
+        if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
+            yield "nothing is sharded: every rank holds every parameter whole"
+        if frozen := set(self.ranks[0].frozen) - set(self.twin.frozen):
+            yield f"the sharding freezes {len(frozen)} parameters: {', '.join(sorted(frozen)[:3])} ..."
+        if len(differences) > 1 and not any(each.kind for each in differences) and not self.twin.parts:
+            yield "all parts of the batch do not weigh alike? As in a mean over each rank or micro batch"
+        if differences and all(TOLERANCE < each.error < NARROW for each in differences):
+            yield f"a narrower dtype? Shard in float32 to know, or allow its rounding: --tolerance {NARROW}"
+
+    def _missing_too(self, present: list[Seen]) -> list[Seen]:
+        """Return what is present at a moment and what the ranks lack there, each tied parameter once: outputs
+        first, then from the last parameter to the first, as a backward reaches them."""
+        moment = present[0].moment
+        lacking = [seen for seen in self.twin.tensors if seen.moment == moment and seen not in present]
+        again = self.twin.tied.keys() & self.ranks[0].tied.keys()
+        once = [seen for seen in (*lacking[::-1], *present[::-1]) if seen.name not in again]
+        return sorted(once, key=lambda seen: seen.what != "output")
+
+    @cached_property
+    def _slices(self) -> dict[tuple[int, str], tuple[int, Tensor]]:
+        """Which part of a parameter a plain tensor of a rank is: the dim, and its places there."""
+        found = {}
+        whole = self.twin.of(START, "value")
+        for rank, recorded in enumerate(self.ranks):
+            for name, local in recorded.of(START, "value").items():
+                expected = whole.get(self.twin.tied.get(name, name))
+                if local is None or expected is None or local.shape == expected.shape:
+                    continue
+                if (place := own_slice(local, expected)) is not None:
+                    found[rank, name] = place
+        return found
+
+    def _expected(self, seen: Seen, rank: int) -> Tensor | None:
+        """Return what a rank ought to have; None: the twin has nothing."""
+        if seen.what == "output":
+            return self.twin.of_rank.get((data_rank(self.mesh, rank), seen))
+        tensor = self.twin.tensors.get(replace(seen, name=self.twin.tied.get(seen.name, seen.name)))
+        if tensor is None:
+            return None
+        tensor = tensor.float() * (self.factor if seen.what == "gradient" else 1.0)
+        place = self._slices.get((rank, seen.name))
+        return tensor if place is None else tensor.index_select(*place)
+
+    def _of_tensor(self, seen: Seen) -> Mismatch | str:
+        """Return how one tensor differs, or why it is not compared."""
+        expected = [self._expected(seen, rank) for rank in range(len(self.ranks))]
+        found = [rank.tensors.get(seen) for rank in self.ranks]
+        if all(tensor is None for tensor in expected):
+            if seen.what == "gradient" and any(t is not None and bool(t.any()) for t in found):
+                return Mismatch(
+                    seen.moment, str(seen), math.inf, math.nan, "one process has no gradient of it"
+                )
+            return f"{seen}, which one process does not have" if seen.what != "gradient" else _nothing(seen)
+        whole = [t if t is not None else torch.zeros(()) for t in expected]
+        lacking = [rank for rank, tensor in enumerate(found) if tensor is None and bool(whole[rank].any())]
+        if lacking:
+            where = "" if len(lacking) == len(found) else f" on rank {', '.join(map(str, lacking))}"
+            return Mismatch(seen.moment, str(seen), math.inf, math.nan, f"missing{where}")
+        have = [
+            t.float() if t is not None else torch.zeros_like(e) for t, e in zip(found, whole, strict=True)
+        ]
+        if seen.what == "loss" and any(not torch.equal(t, have[0]) for t in have):
+            return "the loss, of which each rank returns its own"
+        if seen.what == "buffer" and self._of_each_data_rank(have):
+            return f"buffer {seen.name}, which data-parallel ranks write for themselves"
+        for tensor, of_twin in zip(have, whole, strict=True):
+            if tensor.shape != of_twin.shape:
+                shapes = f"shape {tuple(tensor.shape)}, of one process {tuple(of_twin.shape)}"
+                return Mismatch(seen.moment, str(seen), math.inf, math.nan, shapes)
+        floor = FLOOR * self._largest_gradient(seen.moment) if seen.what == "gradient" else 0.0
+        errors = [relative_error(t, e.float(), floor) for t, e in zip(have, whole, strict=True)]
+        error, scale = max(errors, key=lambda pair: pair[0])
+        mismatch = Mismatch(seen.moment, str(seen), error, scale)
+        return mismatch if error <= self.tolerance else replace(mismatch, kind=self._kind(seen, whole, have))
+
+    def _kind(self, seen: Seen, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+        first = self.twin.tied.get(seen.name)
+        if (
+            seen.what == "gradient"
+            and (first or seen.name in self.twin.tied.values())
+            and not self.ranks[0].tied
+        ):
+            return f"tied with {first or 'others'} on one process, but a parameter of its own here"
+        if seen.what == "value" and seen.moment == START:
+            lost = "the values are not those that the model had before it was sharded"
+            told = kind(expected[0], found, None, self.mesh) if not self._uneven(seen) else ""
+            return f"{lost}{': ' * bool(told)}{told}"
+        if self._uneven(seen) or seen.what == "output":
+            kinds = {kind(e, [f], None, self.mesh) for e, f in zip(expected, found, strict=True)}
+            wrong = [
+                str(r)
+                for r, pair in enumerate(zip(found, expected, strict=True))
+                if relative_error(*pair)[0] > TOLERANCE
+            ]
+            return kinds.pop() if len(kinds) == 1 else f"on rank {', '.join(wrong)}"
+        parts = self.twin.parts.get(replace(seen, name=first or seen.name))
+        return kind(expected[0], found, None if parts is None else parts, self.mesh)
+
+    def _uneven(self, seen: Seen) -> bool:
+        """Whether ranks hold different parts of a tensor."""
+        return any((rank, seen.name) in self._slices for rank in range(len(self.ranks)))
+
+    def _largest_gradient(self, moment: str) -> float:
+        norms = [float(t.norm()) for t in self.twin.of(moment, "gradient").values() if t is not None]
+        return self.factor * max(norms, default=0.0)
+
+    def _of_each_data_rank(self, found: Sequence[Tensor]) -> bool:
+        """Whether ranks that get the same rows have the same, and others have not."""
+        groups = [*groups_over(self.mesh, ("cp", "tp"))]
+        alike = all(torch.equal(found[rank], found[group[0]]) for group in groups for rank in group)
+        return alike and any(not torch.equal(found[group[0]], found[groups[0][0]]) for group in groups)
+
+
+def _nothing(seen: Seen) -> str:
+    return f"{seen}, which has none"
+
+
+def compare_recorded(
+    mesh: MeshPlan, twin: RankRecord, ranks: Sequence[RankRecord], tolerance: float = TOLERANCE
+) -> CheckReport:
+    """Return how the ranks differ from their twin: the report of a check. With a loop of theirs, which the
+    twin ran too, a factor that all gradients have in common is a fault."""
+    moments = list(dict.fromkeys(seen.moment for seen in ranks[0].tensors if seen.what == "gradient"))
+    factor = common_factor(twin, ranks, moments[0]) if twin.parts and moments else 1.0
+    return Comparison(mesh, twin, ranks, tolerance, factor).report()

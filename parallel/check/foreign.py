@@ -1,0 +1,353 @@
+"""What the processes of a check of somebody else's sharding compute: the ranks, with the model as their
+function has sharded it, and their twin, one process with the unsharded model.
+
+Both get the same values, rows and random numbers. Without a loop of theirs a step is two micro batches of a
+random linear form of the outputs, in which every element of every output counts, and plain SGD. Each rank of
+the data-parallel axes gets other rows, and other numbers of them; the twin runs the same micro batches one
+by one, and keeps the gradient of each, which is what tells a wrong reduction from another fault.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from meshwright.parallel.check.kinds import common_factor
+from meshwright.parallel.check.recorded import AXES, START, RankRecord, Seen, data_rank
+from meshwright.parallel.check.values import moved, whole_outputs, with_random_ids
+from meshwright.parallel.errors import PlanError
+from meshwright.parallel.fsdp import full_tensor
+from meshwright.parallel.mesh import gather_from_all
+from meshwright.parallel.model.forward import Example, example_or_tokens
+from meshwright.parallel.model.parts import call, rows_of, some_rows
+from meshwright.parallel.plan.schema import MeshPlan
+
+STEPS, MICRO_BATCHES = 2, 2
+LOADED = ", loaded"  # ends the names of moments after a load
+LR = 1e-2  # of the step between two comparisons: large enough that what it changes is seen
+# parts of names of parameters that wrappers add
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Whose sharding is checked.
+
+    Args:
+        build: returns the model, with values, or the model and an example of its arguments
+        shard: shards a model over a mesh, and returns it; None: it did so in place
+        mesh: its degrees
+        loop: of a model and a mesh, None on one process: has `step(batches)`, which returns the loss or
+            None, and if `save(folder)` and `load(folder)`, these are checked too; None: the check's own
+        folder: for what the loop saves
+        device: "cpu" or "cuda"
+        equal_rows: whether each micro batch of each rank has as many rows
+    """
+
+    build: Callable[[], Any]
+    shard: Callable[[nn.Module, DeviceMesh], nn.Module | None]
+    mesh: MeshPlan
+    loop: Callable[[nn.Module, DeviceMesh | None], Any] | None = None
+    folder: Path = Path()
+    device: str = "cpu"
+    equal_rows: bool = False
+
+    def start(self) -> tuple[nn.Module, Example]:
+        """Return the model with moved values, and enough rows of the example."""
+        torch.manual_seed(0)
+        model, example = self.built()
+        if meta := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
+            raise PlanError(f"check: {meta[0]} is on the meta device: give a model with values")
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), moved(model).values(), strict=True):
+                parameter.data = value
+        rows = sum(itertools.chain(*self.rows()))
+        probe = copy.deepcopy(model)  # a forward may write buffers
+        example = with_random_ids(probe, repeated_rows(example, rows), anew=rows_of(example) < rows)
+        moved_example: Example = tree_map_only(Tensor, lambda t: t.to(self.device), example)
+        return model.to(self.device).train(), moved_example
+
+    def built(self) -> tuple[nn.Module, Example]:
+        """Return the model, and its example: of tokens, if it gives none."""
+        result = self.build()
+        model, example = (*result, None)[:2] if isinstance(result, tuple) else (result, None)
+        return model, example_or_tokens(model, example)
+
+    def device_mesh(self) -> DeviceMesh:
+        """Return the mesh, with the axes of more than one rank."""
+        sizes = {axis: size for axis in AXES if (size := getattr(self.mesh, axis)) > 1} or {"dp_shard": 1}
+        return init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def sharded(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        found = self.shard(model, mesh)
+        if not isinstance(found, nn.Module | None):
+            raise PlanError(f"check: {self.shard} returned {type(found).__name__}, not a model or None")
+        return (model if found is None else found).train()
+
+    def rows(self) -> list[list[int]]:
+        """Return the number of rows of each micro batch of each data-parallel rank."""
+        return [
+            [2 if self.equal_rows else 1 + (rank + number) % 3 for number in range(MICRO_BATCHES)]
+            for rank in range(self.mesh.data_parallel)
+        ]
+
+    def batches(self, example: Example, step: int) -> list[list[Example]]:
+        """Return the micro batches of each data-parallel rank in a step, of which each has other rows."""
+        example = tree_map_only(Tensor, lambda t: t.roll(step, 0) if rows_of((t,)) > 1 else t, example)
+        found, start = [], 0
+        for counts in self.rows():
+            ends = [start + end for end in itertools.accumulate(counts, initial=0)]
+            found.append([some_rows(example, *pair) for pair in itertools.pairwise(ends)])
+            start = ends[-1]
+        return found
+
+
+def record_rank(subject: Subject) -> RankRecord:
+    """Record what a rank of the mesh computes. Every rank calls it."""
+    model, example = subject.start()
+    random = is_random(copy.deepcopy(model), example)
+    mesh = subject.device_mesh()
+    model = subject.sharded(model, mesh)
+    found = RankRecord(whole=not any(isinstance(p, DTensor) for p in model.parameters()))
+    look(found, START, model)
+    found.tied = ties(model)
+    found.frozen = frozen(model)
+    if subject.loop is not None:
+        _record_loop(subject, found, model, example, mesh)
+        return found
+    if random and subject.mesh.tp * subject.mesh.cp > 1:
+        model.eval()
+        found.notes = ("dropout, of which ranks of tp and cp draw other random numbers",)
+    own = data_rank(subject.mesh, dist.get_rank())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
+    for step in range(STEPS):
+        for number, part in enumerate(subject.batches(example, step)[own]):
+            moment = f"step {step + 1}, micro batch {number + 1}"
+            outputs = backward(model, part, _seed(own, number))
+            found.tensors |= {Seen(moment, "output", str(i)): output for i, output in enumerate(outputs)}
+            found.tensors |= {Seen(moment, "gradient", n): g for n, g in gradients(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        look(found, f"after step {step + 1}", model)
+    outputs = evaluation(model, subject.batches(example, 0)[own][-1])
+    found.tensors |= {Seen("evaluation", "output", str(i)): output for i, output in enumerate(outputs)}
+    return found
+
+
+def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
+    """Record what the unsharded model computes, on one process. `ranks`: what these recorded: if all their
+    gradients have a common factor, the twin's step is by as much."""
+    model, example = subject.start()
+    found = RankRecord(tied=ties(model), frozen=frozen(model))
+    for name, parameter in named(model):
+        parameter.requires_grad_(parameter.requires_grad and name not in ranks[0].frozen)
+    look(found, START, model)
+    if subject.loop is not None:
+        _record_loop(subject, found, model, example, None)
+        return found
+    model.train(not any(rank.notes for rank in ranks))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
+    factor = 1.0
+    for step in range(STEPS):
+        batches, parts = subject.batches(example, step), dict[str, Tensor]()
+        trained = {name: p for name, p in named(model) if p.requires_grad and name not in found.tied}
+        for name, parameter in trained.items():
+            parts[name] = parameter.new_zeros(len(batches), MICRO_BATCHES, *parameter.shape)
+        used = set[str]()
+        for number in range(MICRO_BATCHES):
+            moment = f"step {step + 1}, micro batch {number + 1}"
+            for rank, of_rank in enumerate(batches):
+                outputs = backward(model, of_rank[number], _seed(rank, number))
+                for i, output in enumerate(outputs):
+                    found.of_rank[rank, Seen(moment, "output", str(i))] = output
+                for name, parameter in trained.items():
+                    if parameter.grad is not None:
+                        parts[name][rank, number] = parameter.grad
+                        used.add(name)
+                optimizer.zero_grad()
+            for name in used:
+                seen = Seen(moment, "gradient", name)
+                found.parts[seen] = parts[name][:, : number + 1].clone()
+                found.tensors[seen] = found.parts[seen].sum((0, 1))
+        if step == 0:
+            factor = common_factor(found, ranks, moment)
+        for name in used:
+            trained[name].grad = factor * parts[name].sum((0, 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        look(found, f"after step {step + 1}", model)
+    for rank, of_rank in enumerate(subject.batches(example, 0)):
+        for i, output in enumerate(evaluation(model, of_rank[-1])):
+            found.of_rank[rank, Seen("evaluation", "output", str(i))] = output
+    return found
+
+
+def _record_loop(
+    subject: Subject, found: RankRecord, model: nn.Module, example: Example, mesh: DeviceMesh | None
+) -> None:
+    """Record the steps of somebody's loop, and of another that loads what the first has saved after the
+    last. One process gets all rows of a step as one batch."""
+
+    def run(loop: Any, model: nn.Module, step: int, moment: str) -> None:
+        batches = subject.batches(example, step)
+        if mesh is None:
+            rows = sum(rows_of(part) for part in itertools.chain(*batches))
+            own = [some_rows(tree_map_only(Tensor, lambda t: t.roll(step, 0), example), 0, rows)]
+        else:
+            own = batches[data_rank(subject.mesh, dist.get_rank())]
+        with gradients_of_optimizers(model) as caught:
+            loss = loop.step(own)
+        found.tensors |= {Seen(moment, "gradient", name): gradient for name, gradient in caught.items()}
+        if loss is not None:
+            loss = full_tensor(loss.detach()) if isinstance(loss, Tensor) else torch.tensor(float(loss))
+            found.tensors[Seen(moment, "loss", "the step")] = loss.float().cpu()
+        look(found, f"after {moment}", model)
+
+    assert subject.loop is not None
+    loop = subject.loop(model, mesh)
+    for step in range(STEPS):
+        run(loop, model, step, f"step {step + 1}")
+    if not (hasattr(loop, "save") and hasattr(loop, "load")):
+        found.notes = ("saving and loading, which the loop does not have",)
+        return
+    last = f"step {STEPS + 1}"
+    if mesh is not None:
+        loop.save(subject.folder)
+        dist.barrier()
+    run(loop, model, STEPS, last)
+    if mesh is None:
+        moments, saved = (f"after step {STEPS}", last, f"after {last}"), model.state_dict().keys()
+        anew = {seen: tensor for seen, tensor in found.tensors.items() if seen.moment in moments}
+        for seen, tensor in anew.items():
+            if seen.what == "buffer" and seen.name not in saved:
+                continue
+            found.tensors[replace(seen, moment=f"{seen.moment}{LOADED}")] = tensor
+        return
+    torch.manual_seed(1)
+    model = subject.sharded(subject.built()[0].to(subject.device).train(), mesh)
+    loop = subject.loop(model, mesh)
+    loop.load(subject.folder)
+    look(found, f"after step {STEPS}{LOADED}", model)
+    run(loop, model, STEPS, f"{last}{LOADED}")
+
+
+def look(found: RankRecord, moment: str, model: nn.Module) -> None:
+    """Record the parameters and buffers of a model; after a load without the buffers that are not saved."""
+    for name, parameter in named(model):
+        found.tensors[Seen(moment, "value", name)] = whole(parameter)
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved or not moment.endswith(LOADED):
+            found.tensors[Seen(moment, "buffer", clean(name))] = whole(buffer)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, of a DTensor all of it, on the CPU."""
+    return full_tensor(tensor.detach()).cpu().clone()
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield all names of the parameters, without those of wrappers."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield clean(name), parameter
+
+
+def frozen(model: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, parameter in named(model) if not parameter.requires_grad)
+
+
+def clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """Return the names of one parameter after the first, with the first."""
+    first: dict[int, str] = {}
+    found = {name: first.setdefault(id(parameter), name) for name, parameter in named(model)}
+    return {name: of for name, of in found.items() if name != of}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return the gradients of all trained parameters, whole as far as torch knows; None: it has none. A
+    DTensor is gathered only if all ranks have it."""
+    of = {name: p.grad for name, p in named(model) if p.requires_grad}
+    has = [{name for name, g in of.items() if g is not None}]
+    everywhere = set.intersection(*(gather_from_all(has[0]) if dist.is_initialized() else has))
+    return {
+        name: None if g is None or (isinstance(g, DTensor) and name not in everywhere) else whole(g)
+        for name, g in of.items()
+    }
+
+
+@contextmanager
+def gradients_of_optimizers(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
+    """Context that notes the gradients of a model with which torch's optimizers step."""
+    caught: dict[str, Tensor | None] = {}
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        caught.update({n: g for n, g in gradients(model).items() if id(names[n]) in ids})
+
+    names = dict(named(model))
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        yield caught
+    finally:
+        handle.remove()
+
+
+def backward(model: nn.Module, part: Example, seed: int) -> list[Tensor]:
+    """Run forward and backward of a sum of the outputs, with random factors of their size. Returns them."""
+    torch.manual_seed(seed)
+    outputs = whole_outputs(call(model, part))
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.zeros((), device=outputs[0].device) if outputs else torch.zeros(())
+    for output in outputs:
+        factors = torch.randn(output.shape, generator=generator).to(output.device)
+        loss = loss + (output * factors).sum() / output.shape[1:].numel() ** 0.5
+    if not loss.requires_grad:
+        raise PlanError("no output of the model depends on its parameters: there is nothing to train")
+    loss.backward()
+    return [output.detach().cpu() for output in outputs]
+
+
+def evaluation(model: nn.Module, part: Example) -> list[Tensor]:
+    """Return the outputs of a model in evaluation mode."""
+    model.eval()
+    with torch.no_grad():
+        return [output.cpu() for output in whole_outputs(call(model, part))]
+
+
+def is_random(model: nn.Module, example: Example) -> bool:
+    """Return whether a model in training mode draws random numbers."""
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        call(model, some_rows(example, 0, 1))
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def repeated_rows(example: Example, rows: int) -> Example:
+    """Return an example with at least so many rows: its own, again and again."""
+    have = rows_of(example)
+    index = torch.arange(max(rows, have)) % max(have, 1)
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return tensor[index] if tensor.dim() and tensor.shape[0] == have else tensor
+
+    found: Example = tree_map_only(Tensor, repeat, example)
+    return found
+
+
+def _seed(rank: int, number: int) -> int:
+    return rank * MICRO_BATCHES + number

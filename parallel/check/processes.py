@@ -1,0 +1,87 @@
+"""Runs a function on ranks that it starts itself, and returns what each one returned."""
+
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from meshwright.parallel.errors import PlanError
+
+LIBRARIES = ("/site-packages/", "/meshwright/", "<")  # whose frames are not the caller's code
+LIMIT = timedelta(minutes=5)  # for a collective, in which ranks wait for one that does not call it
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], device: str = "cpu") -> list[Any]:
+    """Return the results of `function(*job)` of each rank of a process group: gloo, or NCCL for "cuda".
+
+    Raises PlanError if a rank fails, with the first error and where it was raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-check-") as name:
+        folder = Path(name)
+        try:
+            torch.save((function, job), folder / "job.pt")
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise PlanError(
+                f"check: the model cannot be sent to the processes ({error}): define its classes and "
+                "functions at the top of a module"
+            ) from error
+        # forked from one process that has imported ours: torch takes seconds to import
+        set_forkserver_preload([module for module in sys.modules if module.startswith("meshwright.")])
+        start_processes(_run_rank, (ranks, name, device), ranks, start_method="forkserver")
+        results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    errors = [result for result in results if isinstance(result, RankError)]
+    if errors:
+        raise PlanError(f"check: {min(errors, key=lambda error: error.is_of_others)}")
+    return results
+
+
+class RankError(Exception):
+    """Why a rank failed. `is_of_others`: whether only because another did."""
+
+    def __init__(self, text: str, is_of_others: bool) -> None:
+        super().__init__(text, is_of_others)
+        self.text, self.is_of_others = text, is_of_others
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
+    os.environ |= {  # which transformers and accelerate read, as of torchrun
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    }
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=LIMIT,
+    )
+    try:
+        function, job = torch.load(f"{folder}/job.pt", weights_only=False)
+        result = function(*job)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [
+            f for f in frames if "/site-packages/" not in f.filename and "/meshwright/" not in f.filename
+        ]
+        where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+        closed = "Connection closed" in str(error) or "Timed out" in str(error)
+        result = RankError(f"{type(error).__name__}: {error}{where}", closed)
+    torch.save(result, f"{folder}/{rank}.pt")
+    os._exit(0)  # other ranks may still wait for one that failed

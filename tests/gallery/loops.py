@@ -1,0 +1,102 @@
+"""A training loop on FSDP2, right, and with faults that somebody shipped."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+Batches = Sequence[tuple[Tensor]]
+
+
+class Loop:
+    """Cross entropy and a z-loss, each a sum over the tokens of all ranks and micro batches, divided by their
+    number; clipping by the norm of all gradients; SGD."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+        self.model, self.ranks = model, dist.get_world_size()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def step(self, batches: Batches) -> None:
+        tokens = torch.tensor(float(sum(ids.numel() for (ids,) in batches)))
+        dist.all_reduce(tokens)
+        for (ids,) in batches:
+            logits = self.model(ids).flatten(0, 1)
+            loss = F.cross_entropy(logits, ids.flatten(), reduction="none")
+            self.total(loss, 0.1 * logits.logsumexp(-1).square(), tokens, len(batches)).backward()
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def total(self, loss: Tensor, z_loss: Tensor, tokens: Tensor, micro_batches: int) -> Tensor:
+        return (loss + z_loss).sum() * self.ranks / tokens  # FSDP2 takes a mean over ranks
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+
+    def save(self, folder: Path) -> None:
+        whole = {name: p.detach().full_tensor() for name, p in self.model.named_parameters()}
+        if dist.get_rank() == 0:
+            torch.save(whole, folder / "model.pt")
+
+    def load(self, folder: Path) -> None:
+        whole = torch.load(folder / "model.pt")
+        for name, p in self.model.named_parameters():
+            p.data.copy_(distribute_tensor(whole[name], p.device_mesh, p.placements))
+
+
+class MeanOfRanks(Loop):
+    """torchtitan #2206: a mean over the tokens of each rank and micro batch, of which some have more."""
+
+    def total(self, loss: Tensor, z_loss: Tensor, tokens: Tensor, micro_batches: int) -> Tensor:
+        return (loss + z_loss).mean() / micro_batches
+
+
+class AuxiliaryOfEach(Loop):
+    """AutoModel #3359: the auxiliary loss is not divided by the number of micro batches."""
+
+    def total(self, loss: Tensor, z_loss: Tensor, tokens: Tensor, micro_batches: int) -> Tensor:
+        return loss.sum() * self.ranks / tokens + z_loss.sum() * self.ranks * micro_batches / tokens
+
+
+class AuxiliaryScale(Loop):
+    """AutoModel #1412: the auxiliary loss is divided by the number of ranks once too often."""
+
+    def total(self, loss: Tensor, z_loss: Tensor, tokens: Tensor, micro_batches: int) -> Tensor:
+        return (loss.sum() * self.ranks + z_loss.sum()) / tokens
+
+
+class NormOfShards(Loop):
+    """VeOmni #862: each rank clips by the norm of its own shards."""
+
+    def clip(self) -> None:
+        gradients = [p.grad for p in self.model.parameters()]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        norm = torch.stack([g.norm() for g in local]).norm()
+        for gradient in local:
+            gradient.mul_((0.5 / norm).clamp(max=1.0))
+
+
+class OwnShards(Loop):
+    """accelerate #4206: the shards of rank 0 alone are saved."""
+
+    lost: tuple[str, ...] = ("",)
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        if dist.get_rank() == 0:
+            whole = torch.load(folder / "model.pt")
+            for name, p in self.model.named_parameters():
+                if name.startswith(self.lost):
+                    whole[name][len(p.to_local()) :] = 0
+            torch.save(whole, folder / "model.pt")
+
+
+class OwnShardsOfOne(OwnShards):
+    """The same of one parameter."""
+
+    lost = ("layers.1.experts.w1",)
