@@ -30,6 +30,7 @@ config: llama_debug.yaml
 overrides:
   run.threads: 1
   parallel.compile.enabled: false
+  parallel.plan: auto
   train.steps: 40
   train.global_batch_size: 4
   train.eval_every: 20
@@ -44,7 +45,7 @@ best: eval_loss
 """
 RUNS = 6
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SIZES = {"sweep-wide.png": (1200, 1240), "sweep-narrow.png": (500, 1000), "tensorboard.png": (1380, 1060)}
+SIZES = {"sweep-wide.png": (1200, 1240), "sweep-narrow.png": (500, 1000), "tensorboard.png": (1480, 1060)}
 WAIT_S = 60  # for TensorBoard to read the runs
 RENDER_MS = 30_000  # of a page's own time before its picture is taken
 
@@ -79,7 +80,7 @@ def take_views(folder: Path) -> None:
     lines = output_of([*python_command("meshwright.tools.sweep", 1), "rates.yaml"], folder).splitlines()
     quoted = [*lines[:2], "...", *lines[-3:]]
     page = DOCS / "experiments.md"
-    text, wrapped = page.read_text(encoding="utf-8"), [textwrap.fill(line, 118) for line in quoted]
+    text, wrapped = page.read_text(encoding="utf-8"), [textwrap.fill(line, 160) for line in quoted]
     page.write_text(text.replace(block_of(text, f"[1/{RUNS}]"), "\n".join(wrapped)), encoding="utf-8")
     report = (folder / "sweeps/rates/report.html").as_uri()
     with tensorboard(folder, "sweeps/rates") as board:
