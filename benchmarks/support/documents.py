@@ -21,13 +21,6 @@ OUTPUTS: Mapping[Path, Mapping[str, Sequence[str]]] = {
     ROOT / "README.md": {"why:": BEST_70B},
     ROOT / "docs" / "planner.md": {"mesh:": BEST_70B, "GPUs  tp": SCALING_8B},
 }
-PICTURES = {
-    "step-8b-128.svg": ("--config", "llama_8b.yaml", "--gpus", "128", *AUTO),
-    "step-70b-tp8.svg": (
-        *("--config", "llama_70b.yaml", "--gpus", "1024", "--gpu", "h100-sxm", "--parallel.tp=8"),
-        *("--parallel.activation_checkpoint=full", "--train.micro_batch_size=2"),
-    ),
-}
 LEAST_ALIKE = 0.6  # of a line and the one that replaces it, without numbers
 
 
@@ -37,11 +30,6 @@ def printed(arguments: Sequence[str]) -> list[str]:
     with contextlib.redirect_stdout(text):
         main(arguments)
     return re.sub(r"\n {2}(?=\S)(?!.* {2})", " ", text.getvalue()).splitlines()
-
-
-def draw_step(name: str) -> None:
-    """Draw a picture of a predicted step in docs/."""
-    printed([*PICTURES[name], "--timeline", str(ROOT / "docs" / name)])
 
 
 def refresh_outputs() -> None:
