@@ -71,10 +71,13 @@ class Comparison:
             yield f"a narrower dtype? Shard in float32 to know, or allow its rounding: --tolerance {NARROW}"
 
     def _missing_too(self, present: list[Seen]) -> list[Seen]:
-        """Return what is present at a moment, outputs first, and what the ranks lack there."""
+        """Return what is present at a moment and what the ranks lack there, each tied parameter once: outputs
+        first, then from the last parameter to the first, as a backward reaches them."""
         moment = present[0].moment
         lacking = [seen for seen in self.twin.tensors if seen.moment == moment and seen not in present]
-        return sorted((*present, *lacking), key=lambda seen: seen.what != "output")
+        again = self.twin.tied.keys() & self.ranks[0].tied.keys()
+        once = [seen for seen in (*lacking[::-1], *present[::-1]) if seen.name not in again]
+        return sorted(once, key=lambda seen: seen.what != "output")
 
     @cached_property
     def _slices(self) -> dict[tuple[int, str], tuple[int, Tensor]]:

@@ -34,6 +34,7 @@ from meshwright.parallel.model.parts import call, rows_of, some_rows
 from meshwright.parallel.plan.schema import MeshPlan
 
 STEPS, MICRO_BATCHES = 2, 2
+LOADED = ", loaded"  # ends the names of moments after a load
 LR = 1e-2  # of the step between two comparisons: large enough that what it changes is seen
 # parts of names of parameters that wrappers add
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -228,26 +229,29 @@ def _record_loop(
         dist.barrier()
     run(loop, model, STEPS, last)
     if mesh is None:
-        anew = {
-            seen: tensor for seen, tensor in found.tensors.items() if seen.moment in (last, f"after {last}")
-        }
-        found.tensors |= {
-            replace(seen, moment=f"{seen.moment}, loaded"): tensor for seen, tensor in anew.items()
-        }
+        moments, saved = (f"after step {STEPS}", last, f"after {last}"), model.state_dict().keys()
+        anew = {seen: tensor for seen, tensor in found.tensors.items() if seen.moment in moments}
+        for seen, tensor in anew.items():
+            if seen.what == "buffer" and seen.name not in saved:
+                continue
+            found.tensors[replace(seen, moment=f"{seen.moment}{LOADED}")] = tensor
         return
     torch.manual_seed(1)
     model = subject.sharded(subject.built()[0].to(subject.device).train(), mesh)
     loop = subject.loop(model, mesh)
     loop.load(subject.folder)
-    run(loop, model, STEPS, f"{last}, loaded")
+    look(found, f"after step {STEPS}{LOADED}", model)
+    run(loop, model, STEPS, f"{last}{LOADED}")
 
 
 def look(found: RankRecord, moment: str, model: nn.Module) -> None:
-    """Record the parameters and buffers of a model."""
+    """Record the parameters and buffers of a model; after a load without the buffers that are not saved."""
     for name, parameter in named(model):
         found.tensors[Seen(moment, "value", name)] = whole(parameter)
+    saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        found.tensors[Seen(moment, "buffer", clean(name))] = whole(buffer)
+        if name in saved or not moment.endswith(LOADED):
+            found.tensors[Seen(moment, "buffer", clean(name))] = whole(buffer)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def kind(expected: Tensor, found: Sequence[Tensor], parts: Tensor | None, mesh: 
 
     Args:
         expected: what one process has
-        found: what each rank has, of the same shape
+        found: what each rank has, of the same shape; or one of them
         parts: of a gradient: of each data-parallel rank's micro batches, [ranks, micro batches, *shape]
     """
     if not all(bool(tensor.isfinite().all()) for tensor in found):
@@ -81,7 +81,11 @@ def kind(expected: Tensor, found: Sequence[Tensor], parts: Tensor | None, mesh: 
     if parts is not None and (told := _of_parts(found, parts, mesh)):
         return told
     for axis in ("tp", "cp"):
-        if getattr(mesh, axis) > 1 and _is_partial(expected, found, mesh, axis):
+        if (
+            getattr(mesh, axis) > 1
+            and len(found) == mesh.world_size
+            and _is_partial(expected, found, mesh, axis)
+        ):
             return f"a partial sum taken for the whole: the reduction over {axis} is missing"
     if all(_is_reordered(tensor, expected) for tensor in found):
         return "the right numbers in another order"

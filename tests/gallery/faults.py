@@ -1,4 +1,4 @@
-"""The gallery: faults that were shipped, each in all tensors that it can reach, in one of many, and mended."""
+"""The gallery: faults that were shipped, each wherever it can be, in one tensor of many, and mended."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

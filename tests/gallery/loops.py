@@ -50,7 +50,7 @@ class Loop:
 
 
 class MeanOfRanks(Loop):
-    """torchtitan #2206: a mean over the tokens of each rank and micro batch, though they have unequally many."""
+    """torchtitan #2206: a mean over the tokens of each rank and micro batch, of which some have more."""
 
     def total(self, loss: Tensor, z_loss: Tensor, tokens: Tensor, micro_batches: int) -> Tensor:
         return (loss + z_loss).mean() / micro_batches

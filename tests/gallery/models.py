@@ -39,7 +39,7 @@ class Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(EXPERTS, DIM))
-        self.register_buffer("tokens", torch.zeros(EXPERTS))
+        self.register_buffer("tokens", torch.zeros(EXPERTS), persistent=False)
         self.counted, self.softmax = same, lambda scores: scores.softmax(-1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Head(nn.Linear):
 
 
 class Model(nn.Module):
-    """Blocks of attention and experts with an embedding tied to the head. `split`, `joined`: of the tokens."""
+    """Blocks of attention and experts, an embedding tied to the head. `split`, `joined`: of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,9 +73,9 @@ def experts_over_dp(
 ) -> None:
     """FSDP2, but experts are spread over the same ranks, to which all tokens are gathered.
 
-    PyTorch 160285 (`bad`): FSDP2 takes a mean over two ranks, but gradients of experts stay a sum. Megatron-LM
-    #5956 is the same; transformers #48516 (`divided`) divides twice. AutoModel #2995 (`detached`): the router's
-    probabilities are gathered without a gradient.
+    PyTorch 160285 (`bad`): FSDP2 takes a mean over two ranks, but gradients of experts stay a sum, as in
+    Megatron-LM #5956; transformers #48516 (`divided`): divided twice. AutoModel #2995 (`detached`): the
+    router's probabilities are gathered without a gradient.
     """
     group = mesh.get_group("dp_shard")
     for name, experts in each(model, Experts):
@@ -137,8 +137,8 @@ def context(model: Model, mesh: DeviceMesh, bad: Bad = (), evaluated: Bad = ()) 
 
 
 def split_head(model: Model, mesh: DeviceMesh, bad: tuple[int, ...] = ()) -> None:
-    """Each tp rank has a part of the vocabulary; the loss comes in chunks. torchtitan #3412: partial gradients
-    of the trunk are taken for sums, in the chunks `bad`."""
+    """Each tp rank has a part of the vocabulary; the loss comes in chunks. torchtitan #3412: partial
+    gradients of the trunk are taken for sums, in the chunks `bad`."""
     group, rank = mesh.get_group("tp"), mesh.get_local_rank("tp")
     model.head.weight = nn.Parameter(model.head.weight.detach().chunk(group.size())[rank].clone())
     model.head.enter = tuple(same if chunk in bad else copy_to(group) for chunk in (0, 1))

@@ -1,0 +1,96 @@
+"""`tools.check --sharded` and `assert_same` on somebody's own functions, in processes that they start."""
+
+import json
+from multiprocessing import forkserver
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.parallel.errors import PlanError
+from meshwright.testing import assert_same
+from meshwright.tools.check import main
+from meshwright.train.errors import ConfigError
+from tests.gallery.faults import ALL
+from tests.gallery.models import Model, build
+from tests.gallery.shardings import fsdp, sums
+from tests.support import forks
+
+BUILD, SHARDED = "--model.factory=tests.gallery.models:build", "--sharded=tests.tools.test_check_sharding"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server() -> None:
+    """The tests' own server of forks, from which the processes of a check are forked too."""
+    assert forks.PRELOADED
+    forkserver.ensure_running()
+
+
+def ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def frozen(model: Model, mesh: DeviceMesh) -> None:
+    model.layers[0].requires_grad_(False)
+    fsdp(model, mesh)
+
+
+def reduced_again(model: Model, mesh: DeviceMesh) -> None:
+    sums(model, mesh, again=ALL)
+
+
+def failing(model: Model, mesh: DeviceMesh) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("only here")
+    fsdp(model, mesh)
+
+
+def test_a_right_sharding_passes_and_a_wrong_one_fails_a_test() -> None:
+    report = assert_same(build, fsdp)
+    assert report.same
+    assert report.compared > 100
+    with pytest.raises(AssertionError, match="weigh"):
+        assert_same(build, reduced_again, dp_shard=2)
+
+
+def test_the_command_says_that_nothing_was_sharded(capsys: pytest.CaptureFixture[str]) -> None:
+    main([BUILD, f"{SHARDED}:ddp", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["same"]
+    assert any("nothing is sharded" in hint for hint in found["hints"])
+
+
+def test_frozen_parameters_have_no_gradient_and_are_told() -> None:
+    assert any("freezes" in hint for hint in assert_same(build, frozen).hints)
+
+
+def test_a_ci_gets_a_junit_file_and_exit_code_1(tmp_path: Path) -> None:
+    file = tmp_path / "report.xml"
+    with pytest.raises(SystemExit) as end:
+        main([BUILD, f"{SHARDED}:reduced_again", f"--junit={file}"])
+    assert end.value.code == 1
+    suite = ElementTree.parse(file).getroot()
+    assert int(suite.attrib["failures"]) == len(suite.findall("testcase/failure")) > 0
+
+
+def test_an_error_of_one_rank_says_where() -> None:
+    with pytest.raises(PlanError, match=r"ValueError: only here .*test_check_sharding\.py:\d+"):
+        assert_same(build, failing)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (BUILD, "--step=mine:Loop"),
+        (BUILD, f"{SHARDED}:ddp", "--backend=none"),
+        (BUILD, f"{SHARDED}:nowhere"),
+        (BUILD, f"{SHARDED}:ddp", "--json", "--junit=x.xml"),
+    ],
+    ids=["no sharding", "of a plan", "no function", "two reports"],
+)
+def test_mistakes_are_refused_before_processes_start(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        main(arguments)
