@@ -63,6 +63,9 @@ def _run_rank(
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
+    # as torchrun sets them: libraries take a process without them for the only one
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     store, patience = f"file://{folder}/store", timedelta(seconds=LIMIT_S / 2)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=patience)
     try:

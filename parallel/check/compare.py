@@ -9,13 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from meshwright.parallel.check.kinds import TOLERANCE, common_factor, kind, own_slice, relative_error
+from meshwright.parallel.check.kinds import NARROW, TOLERANCE, common_factor, kind, own_slice, relative_error
 from meshwright.parallel.check.recorded import START, RankRecord, Seen, data_rank, groups_over
 from meshwright.parallel.check.report import CheckReport, Mismatch
 from meshwright.parallel.plan.schema import MeshPlan
 
 FLOOR = 1e-2  # share of the largest gradient: smaller ones are compared with it, as they may be mere rounding
-NARROW = 5e-2  # below it a difference may be the rounding of bfloat16
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class Comparison:
         )
 
     def _hints(self, differences: Sequence[Mismatch]) -> Iterator[str]:
-        if self.factor != 1:
-            yield f"gradients are {self.factor:g} times the sum over data-parallel ranks and micro batches"
+        if abs(self.factor - 1) > TOLERANCE:
+            yield f"gradients are {self.factor:.3g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
         if frozen := set(self.ranks[0].frozen) - set(self.twin.frozen):

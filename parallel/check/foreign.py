@@ -161,11 +161,9 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
     factor = 1.0
     for step in range(STEPS):
         batches, parts = subject.batches(example, step), dict[str, Tensor]()
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        sizes = (len(batches), MICRO_BATCHES)
-        for name in names:
-            parameter = model.get_parameter(name)
-            parts[name] = parameter.new_zeros(*sizes, *parameter.shape)
+        trained = {name: p for name, p in named(model) if p.requires_grad and name not in found.tied}
+        for name, parameter in trained.items():
+            parts[name] = parameter.new_zeros(len(batches), MICRO_BATCHES, *parameter.shape)
         used = set[str]()
         for number in range(MICRO_BATCHES):
             moment = f"step {step + 1}, micro batch {number + 1}"
@@ -173,9 +171,9 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
                 outputs = backward(model, of_rank[number], _seed(rank, number))
                 for i, output in enumerate(outputs):
                     found.of_rank[rank, Seen(moment, "output", str(i))] = output
-                for name in names:
-                    if (gradient := model.get_parameter(name).grad) is not None:
-                        parts[name][rank, number] = gradient
+                for name, parameter in trained.items():
+                    if parameter.grad is not None:
+                        parts[name][rank, number] = parameter.grad
                         used.add(name)
                 optimizer.zero_grad()
             for name in used:
@@ -185,7 +183,7 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
         if step == 0:
             factor = common_factor(found, ranks, moment)
         for name in used:
-            model.get_parameter(name).grad = factor * parts[name].sum((0, 1))
+            trained[name].grad = factor * parts[name].sum((0, 1))
         optimizer.step()
         optimizer.zero_grad()
         look(found, f"after step {step + 1}", model)
@@ -316,8 +314,8 @@ def backward(model: nn.Module, part: Example, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     loss = torch.zeros((), device=outputs[0].device) if outputs else torch.zeros(())
     for output in outputs:
-        factors = torch.randn(output.shape, generator=generator).to(output.device) / output[:1].numel() ** 0.5
-        loss = loss + (output * factors).sum()
+        factors = torch.randn(output.shape, generator=generator).to(output.device)
+        loss = loss + (output * factors).sum() / output.shape[1:].numel() ** 0.5
     if not loss.requires_grad:
         raise PlanError("no output of the model depends on its parameters: there is nothing to train")
     loss.backward()

@@ -2,8 +2,8 @@
 the ranks of a check have, and of what one process computes."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from meshwright.parallel.check.recorded import DATA_AXES, RankRecord, data_rank,
 from meshwright.parallel.plan.schema import MeshPlan
 
 TOLERANCE = 1e-4  # of a relative difference in float32, which rounding keeps below 1e-5
+NARROW = 5e-2  # below it a difference may be the rounding of bfloat16
 
 
 def relative_error(
@@ -32,16 +33,16 @@ def relative_error(
 
 def common_factor(twin: RankRecord, ranks: Sequence[RankRecord], moment: str) -> float:
     """Return the factor of most gradients of a moment, on which all ranks agree; 1 if there is none."""
-    factors = Counter[float]()
+    factors: dict[str, list[float]] = {}  # by two digits, which rounding to bfloat16 does not change much
     for name, expected in twin.of(moment, "gradient").items():
         of_ranks = [rank.of(moment, "gradient").get(name) for rank in ranks]
         if expected is None or any(g is None or g.shape != expected.shape for g in of_ranks):
             continue
-        scales = [relative_error(g, expected)[1] for g in of_ranks if g is not None]
-        if max(scales) - min(scales) < 1e-3 * abs(scales[0]):
-            factors[float(f"{scales[0]:.3g}")] += 1
+        scales = [relative_error(g, expected, tolerance=NARROW)[1] for g in of_ranks if g is not None]
+        if all(abs(scale - scales[0]) < 1e-3 * abs(scales[0]) for scale in scales):
+            factors.setdefault(f"{scales[0]:.2g}", []).append(scales[0])
     # of two that are as frequent the smaller: a sum in place of a mean is the likelier fault
-    return min(factors, key=lambda factor: (-factors[factor], factor), default=1.0)
+    return median(min(factors.values(), key=lambda alike: (-len(alike), alike), default=[1.0]))
 
 
 def own_slice(local: Tensor, whole: Tensor) -> tuple[int, Tensor] | None:

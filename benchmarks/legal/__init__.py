@@ -1,0 +1,1 @@
+"""Tiny models, and shardings that train them as one process does."""
