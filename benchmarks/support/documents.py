@@ -27,13 +27,11 @@ OUTPUTS: Mapping[Path, Mapping[str, Sequence[str]]] = {
     ROOT / "docs" / "planner.md": {"mesh:": BEST_70B, "GPUs  tp": SCALING_8B},
 }
 # page -> the first words of its blocks, and what Python runs, in a folder with the page's own programs
+CHECK = ("-m", "tools.check", "--model.factory=mine:build")
 EXAMPLES: Mapping[Path, Mapping[str, Sequence[str]]] = {
     ROOT / "README.md": {
-        "mesh:": ("plan.py",),
-        "79 tensors": (
-            *("-m", "tools.check", "--model.factory=mine:build", "--sharded=mine:shard"),
-            *("--dp_shard=1", "--tp=2"),
-        ),
+        "mesh:": (*CHECK, "--dp_shard=2", "--tp=2"),
+        "79 tensors": (*CHECK, "--sharded=mine:shard", "--dp_shard=1", "--tp=2"),
     },
 }
 PICTURES = {
