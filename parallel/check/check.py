@@ -295,7 +295,7 @@ def _named(differences: Sequence[Mismatch], tp: int) -> Iterator[Mismatch]:
     for each in differences:
         kind = ""
         if math.isfinite(each.scale):
-            kind = f"{each.scale:.3g} times too large"
+            kind = f"{each.scale:.3g} times what it should be"
         elif only_compiled:
             kind = "only if compiled"
         elif tp > 1 and not outputs_differ:

@@ -34,6 +34,7 @@ from meshwright.parallel.model.parts import call, rows_of, some_rows
 from meshwright.parallel.plan.schema import MeshPlan
 
 STEPS, MICRO_BATCHES = 2, 2
+MOST_PARAMETERS = 50_000_000
 LOADED = ", loaded"  # ends the names of moments after a load
 LR = 1e-2  # of the step between two comparisons: large enough that what it changes is seen
 # parts of names of parameters that wrappers add
@@ -69,6 +70,11 @@ class Subject:
         model, example = self.built()
         if meta := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
             raise PlanError(f"check: {meta[0]} is on the meta device: give a model with values")
+        if (count := sum(p.numel() for p in model.parameters())) > MOST_PARAMETERS:
+            raise PlanError(
+                f"check: {count:,} parameters are too many, as each process keeps a dozen copies: give a "
+                f"model of the same classes of at most {MOST_PARAMETERS:,}"
+            )
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), moved(model).values(), strict=True):
                 parameter.data = value
@@ -124,6 +130,11 @@ def record_rank(subject: Subject) -> RankRecord:
     found.tied = ties(model)
     found.frozen = frozen(model)
     if subject.loop is not None:
+        if random:
+            raise PlanError(
+                "check: the model draws random numbers in training, as for dropout, and of a loop of yours "
+                "each rank draws others: give it without dropout"
+            )
         _record_loop(subject, found, model, example, mesh)
         return found
     if random and subject.mesh.tp * subject.mesh.cp > 1:
@@ -178,8 +189,9 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
                 optimizer.zero_grad()
             for name in used:
                 seen = Seen(moment, "gradient", name)
-                found.parts[seen] = parts[name][:, : number + 1].clone()
-                found.tensors[seen] = found.parts[seen].sum((0, 1))
+                found.tensors[seen] = parts[name].sum((0, 1))
+                if step == 0:
+                    found.parts[seen] = parts[name][:, : number + 1].clone()
         if step == 0:
             factor = common_factor(found, ranks, moment)
         for name in used:
@@ -230,9 +242,8 @@ def _record_loop(
         moments, saved = (f"after step {STEPS}", last, f"after {last}"), model.state_dict().keys()
         anew = {seen: tensor for seen, tensor in found.tensors.items() if seen.moment in moments}
         for seen, tensor in anew.items():
-            if seen.what == "buffer" and seen.name not in saved:
-                continue
-            found.tensors[replace(seen, moment=f"{seen.moment}{LOADED}")] = tensor
+            if seen.what != "buffer" or seen.name in saved:
+                found.tensors[replace(seen, moment=f"{seen.moment}{LOADED}")] = tensor
         return
     torch.manual_seed(1)
     model = subject.sharded(subject.built()[0].to(subject.device).train(), mesh)

@@ -32,17 +32,19 @@ def relative_error(
 
 
 def common_factor(twin: RankRecord, ranks: Sequence[RankRecord], moment: str) -> float:
-    """Return the factor of most gradients of a moment, on which all ranks agree; 1 if there is none."""
+    """Return the positive factor of most gradients of a moment, on which all ranks agree; 1 if there is
+    none."""
     factors: dict[str, list[float]] = {}  # by two digits, which rounding to bfloat16 does not change much
     for name, expected in twin.of(moment, "gradient").items():
         of_ranks = [rank.of(moment, "gradient").get(name) for rank in ranks]
         if expected is None or any(g is None or g.shape != expected.shape for g in of_ranks):
             continue
         scales = [relative_error(g, expected, tolerance=NARROW)[1] for g in of_ranks if g is not None]
-        if all(abs(scale - scales[0]) < 1e-3 * abs(scales[0]) for scale in scales):
+        if scales[0] > TOLERANCE and all(abs(scale - scales[0]) < 1e-3 * abs(scales[0]) for scale in scales):
             factors.setdefault(f"{scales[0]:.2g}", []).append(scales[0])
     # of two that are as frequent the smaller: a sum in place of a mean is the likelier fault
-    return median(min(factors.values(), key=lambda alike: (-len(alike), alike), default=[1.0]))
+    groups = sorted(factors.values(), key=lambda alike: (-len(alike), alike))
+    return median(groups[0]) if groups else 1.0
 
 
 def own_slice(local: Tensor, whole: Tensor) -> tuple[int, Tensor] | None:
@@ -102,7 +104,7 @@ def kind(expected: Tensor, found: Sequence[Tensor], parts: Tensor | None, mesh: 
 
 def _of_factor(scale: float, mesh: MeshPlan) -> str:
     axes = [axis for axis in (*DATA_AXES, "cp", "tp") if getattr(mesh, axis) > 1]
-    text = f"{scale:.3g} times too large"
+    text = f"{scale:.3g} times what it should be"
     for axis in axes:
         if math.isclose(scale, getattr(mesh, axis), rel_tol=1e-3):
             return f"{text}: not divided by {axis}, or summed over it where each rank has all"

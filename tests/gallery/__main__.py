@@ -21,7 +21,7 @@ def main() -> None:
             found = reports_of(fault, Path(folder))
         seconds = time.monotonic() - start
         first = found["wrong"].differences[0] if found["wrong"].differences else None
-        says = "nothing" if first is None else f"{first.run}: {first.name} {first.kind or 'differs'}"
+        says = "nothing" if first is None else f"{first.run}: {first.name}: {first.kind or 'differs'}"
         one = "-" if fault.one is None else "yes" if not found["one"].same else "NO"
         caught += found["right"].same and not found["wrong"].same
         ones += one == "yes"

@@ -1,11 +1,13 @@
 """`tools.check --sharded` and `assert_same` on somebody's own functions, in processes that they start."""
 
 import json
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +44,17 @@ def reduced_again(model: Model, mesh: DeviceMesh) -> None:
     sums(model, mesh, again=ALL)
 
 
+def nothing_left(model: Model, mesh: DeviceMesh) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(torch.zeros_like)
+
+
+def reversed_signs(model: Model, mesh: DeviceMesh) -> None:
+    sums(model, mesh)
+    for parameter in model.parameters():
+        parameter.register_hook(torch.neg)
+
+
 def failing(model: Model, mesh: DeviceMesh) -> None:
     if dist.get_rank() == 1:
         raise ValueError("only here")
@@ -65,6 +78,12 @@ def test_the_command_says_that_nothing_was_sharded(capsys: pytest.CaptureFixture
 
 def test_frozen_parameters_have_no_gradient_and_are_told() -> None:
     assert any("freezes" in hint for hint in assert_same(build, frozen).hints)
+
+
+@pytest.mark.parametrize("sharding", [nothing_left, reversed_signs])
+def test_only_a_positive_factor_may_be_common(sharding: Callable[..., None]) -> None:
+    with pytest.raises(AssertionError, match=r"gradient of norm\.weight"):
+        assert_same(build, sharding)
 
 
 def test_a_ci_gets_a_junit_file_and_exit_code_1(tmp_path: Path) -> None:
