@@ -3,14 +3,17 @@ transformers and accelerate. A difference that `tools.check` finds there is a fa
 
 import argparse
 import importlib
+import itertools
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.legal.pairs import PAIRS, Pair
+from benchmarks.legal.pairs import BY_HAND, FULL, PAIRS, THEIRS, Pair, pairs_of_every_model
 from benchmarks.support.forked_ranks import RankError, run_forked
 from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from meshwright.parallel.check.compare import compare_recorded
@@ -41,23 +44,30 @@ def judged(subject: Subject, ranks: Sequence[RankRecord]) -> CheckReport:
     return compare_recorded(subject.mesh, record_twin(subject, ranks), ranks)
 
 
+def check_pair(pair: Pair) -> CheckReport:
+    """Check a pair on ranks that are forked. Raises RankError."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-legal-") as folder:
+        mesh = MeshPlan(**ONE_RANK | pair.degrees)
+        subject = Subject(pair.build, pair.shard, mesh, pair.loop, Path(folder))
+        report: CheckReport = run_forked(1, judged, subject, run_forked(mesh.world_size, records, subject))
+    return report
+
+
 def try_pair(pair: Pair) -> dict[str, Any]:
-    """Check a pair on ranks that are forked, and return its row."""
+    """Return the row of a pair."""
     start = time.perf_counter()
-    subject = Subject(pair.build, pair.shard, MeshPlan(**ONE_RANK | pair.degrees))
-    row: dict[str, Any] = {"pair": pair.name, "fault": pair.fault}
+    row: dict[str, Any] = {"pair": pair.name, "fault": pair.fault, "right": False, "hints": (), "report": ""}
     try:
-        report = run_forked(1, judged, subject, run_forked(subject.mesh.world_size, records, subject))
+        report = check_pair(pair)
     except RankError as error:
-        return row | {"right": False, "report": str(error), "seconds": time.perf_counter() - start}
-    kinds = [each.kind for each in report.differences]
-    right = any(pair.fault in kind for kind in kinds) if pair.fault else report.same
+        return row | {"report": str(error), "seconds": time.perf_counter() - start}
+    found = any(pair.fault in each.kind for each in report.differences)
     return row | {
-        "right": right,
+        "right": found if pair.fault else report.same,
         "compared": report.compared,
         "largest": report.largest,
         "hints": report.hints,
-        "report": str(report) if pair.fault or not right else "",
+        "report": "" if report.same else str(report),
         "seconds": time.perf_counter() - start,
     }
 
@@ -78,33 +88,42 @@ def try_all(options: argparse.Namespace, overrides: Sequence[str]) -> BenchResul
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a line for a pair, and the report of one that is not right."""
-    report = f"\n{row['report']}" if row["report"] and not row["right"] else ""
+    report = "" if row["right"] else f"\n{row['report']}"
     return f"{row['pair']}: {result_of(row)}, {row['seconds']:.1f} s{report}"
 
 
 def result_of(row: dict[str, Any]) -> str:
     if not row["right"]:
-        return "**not found**" if row["fault"] else "**false alarm**"
+        return "**fault not found**" if row["fault"] else "**false alarm**"
     hints = "".join(f"; {hint}" for hint in row["hints"] if hint.startswith("nothing"))
-    return (
-        "fault found"
-        if row["fault"]
-        else f"the same, {row['largest']:.1e} of {row['compared']} tensors{hints}"
-    )
+    same = f"the same, {row['largest']:.1e} of {row['compared']} tensors{hints}"
+    return "fault found" if row["fault"] else same
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table, and the number of false alarms."""
-    lines = ["| model, sharding, mesh | what check says | seconds |", "|---|---|---|"]
-    lines += [f"| {row['pair']} | {result_of(row)} | {row['seconds']:.1f} |" for row in rows]
-    legal = [row for row in rows if not row["fault"]]
-    alarms = sum(not row["right"] for row in legal)
-    found = sum(row["right"] for row in rows if row["fault"])
-    seconds = sum(row["seconds"] for row in rows)
-    lines += ["", f"{alarms} false alarms in {len(legal)} legal pairs; {seconds:.0f} s"]
-    if faults := len(rows) - len(legal):
-        lines.append(f"{found} of {faults} faults found")
+    """Return a table of the models and what everyone uses, one of the other pairs, and the false alarms."""
+    found = {row["pair"]: row for row in rows}
+    usual, head = list[str](), ("model", FULL, "DDP", f"{BY_HAND}, {FULL}", THEIRS)
+    for model, pairs in itertools.groupby(pairs_of_every_model(), lambda pair: pair.model):
+        of_model = {pair.sharding: found.pop(pair.name) for pair in pairs if pair.name in found}
+        cells = [cell(of_model.get(sharding)) for sharding in head[1:]]
+        usual += [f"| {model} | {' | '.join(cells)} |"] if of_model else []
+    others = [f"| {name} | {result_of(row).partition(';')[0]} |" for name, row in found.items()]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *usual, ""] if usual else []
+    lines += ["| model, sharding, mesh | check says |", "|---|---|", *others, ""] if others else []
+    legal, faults = ([row for row in rows if bool(row["fault"]) == wrong] for wrong in (False, True))
+    alarms, seconds = sum(not row["right"] for row in legal), sum(row["seconds"] for row in rows)
+    lines.append(f"{alarms} false alarms in {len(legal)} pairs, {seconds:.0f} s")
+    if faults:
+        lines[-1] += f"; {sum(row['right'] for row in faults)} of {len(faults)} known faults found"
     return "\n".join(lines)
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """Return the largest difference of a pair; "" for one that does not exist."""
+    if row is None:
+        return ""
+    return f"{row['largest']:.1e}" if row["right"] else "**false alarm**"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

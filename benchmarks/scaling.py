@@ -1,5 +1,5 @@
 """Predict how runs scale from 8 to thousands of GPUs, by the planner's choice and by FSDP alone; and with
-`--write` make every predicted figure of README.md, docs/scaling.md and the pictures again."""
+`--write` make every predicted figure of README.md and docs/scaling.md again."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
 
-from benchmarks.support.documents import PICTURES, ROOT, draw_step, refresh_outputs, replace_part
+from benchmarks.support.documents import ROOT, refresh_outputs, replace_part
 from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from benchmarks.support.scaling_plot import draw_scaling
 from meshwright.parallel.memory_breakdown import GIB
@@ -125,14 +125,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_pages(rows: Sequence[ScalingRow]) -> None:
-    """Write the tables and the picture of docs/scaling.md, the pictures of steps, and the outputs of commands
-    in the pages."""
+    """Write the tables and the picture of docs/scaling.md, and the outputs of commands in the pages."""
     points = {(row.model, row.kind, row.gpus): (_points(row.chosen), _points(row.alone)) for row in rows}
     PICTURE.write_bytes(picture_bytes(draw_scaling(points), ".svg"))
     picture = f"![Predicted MFU and exposed share, by number of GPUs]({PICTURE.name})"
     replace_part(PAGE, "\n\n".join([picture, *tables(rows, SHOWN)]))
-    for name in PICTURES:
-        draw_step(name)
     refresh_outputs()
 
 
@@ -150,7 +147,7 @@ def add_scaling_options(parser: argparse.ArgumentParser) -> None:
     add("--gpus", default="8..4096", metavar="A..B", help="doublings from A to B (default 8..4096)")
     text = f"sequences of the global batch per GPU (default {SEQUENCES}, as in torchtitan's published runs)"
     add("--sequences-per-gpu", type=positive, default=SEQUENCES, metavar="N", help=text)
-    text = "write docs/scaling.md, README.md and their pictures: takes as long as all defaults"
+    text = "write docs/scaling.md, its picture and README.md: takes as long as all defaults"
     add("--write", action="store_true", help=text)
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.legal.models import MODELS, Build, only_vectors, own_sequence_styles, published
+from benchmarks.legal.loops import Loop
+from benchmarks.legal.models import MODELS, Build, only_vectors, own_llama, own_sequence_styles, published
 from benchmarks.legal.shardings import (
     Sharding,
     accelerate,
@@ -13,12 +14,14 @@ from benchmarks.legal.shardings import (
     compiled_blocks,
     compiled_whole,
     ddp,
-    ddp_of_tp,
+    ddp_of_slices,
     fsdp,
     fsdp_of_both_ends,
     fsdp_of_one_unit,
+    fsdp_of_slices,
     recomputed,
     recomputed_by_transformers,
+    slices,
     tp,
     tp_fsdp,
     transformers_own,
@@ -36,6 +39,7 @@ class Pair:
 
     Args:
         degrees: of the mesh's axes
+        loop: of training; None: check's own
         fault: words of the report, if the sharding is wrong and must be found; "" for one that is right
     """
 
@@ -44,12 +48,13 @@ class Pair:
     build: Build
     shard: Sharding
     degrees: dict[str, int]
+    loop: type[Loop] | None = None
     fault: str = ""
 
     @property
     def name(self) -> str:
         mesh = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
-        return f"{self.model}, {self.sharding}, {mesh}"
+        return f"{self.model}, {self.sharding}{', loop' * bool(self.loop)}, {mesh}"
 
 
 def pairs_of_every_model() -> Iterator[Pair]:
@@ -82,7 +87,9 @@ def pairs_of_some() -> Iterator[Pair]:
         ("Qwen3", f"{FULL}, gradient_checkpointing_enable", recomputed_by_transformers, FSDP),
         ("GPT-2", "DDP, static graph", partial(ddp, static_graph=True), DDP),
         ("Phi-3", "DDP, gradients as views", partial(ddp, gradient_as_bucket_view=True), DDP),
-        ("Llama", f"DDP of {BY_HAND}", partial(ddp_of_tp, styles=MODELS["Llama"].styles), DDP_TP),
+        ("Llama", "slices by hand", slices, TP),
+        ("Llama", "slices by hand, DDP", ddp_of_slices, DDP_TP),
+        ("Llama", f"slices by hand, {FULL}", fsdp_of_slices, FSDP_TP),
         ("GPT-NeoX", BY_HAND, partial(tp, styles=MODELS["GPT-NeoX"].styles), TP),
         ("own Llama", f"{BY_HAND}, tokens split", partial(tp, styles=own_sequence_styles), TP),
         ("own Llama", f"{BY_HAND}, tokens split, {FULL}", of_tokens, FSDP_TP),
@@ -111,15 +118,24 @@ def pairs_of_variants() -> Iterator[Pair]:
     yield Pair("Mistral, eager attention, cache", THEIRS, cached, transformers_own, FSDP_TP)
 
 
-def pairs_with_a_fault() -> Iterator[Pair]:
+def loops() -> Iterator[Pair]:
+    """Yield shardings with the whole step of a user: loss, clipping, AdamW and checkpoints."""
+    yield Pair("own Llama", FULL, own_llama, fsdp, FSDP, Loop)
+    yield Pair("own Llama", f"{FULL}, HSDP", own_llama, fsdp, HSDP, Loop)
+    yield Pair("GPT-2", FULL, MODELS["GPT-2"].build, fsdp, FSDP, Loop)
+    yield Pair("GPT-2", "DDP", MODELS["GPT-2"].build, ddp, DDP, Loop)
+    yield Pair("GPT-NeoX", FULL, MODELS["GPT-NeoX"].build, fsdp, FSDP, Loop)
+    yield Pair("Llama", THEIRS, MODELS["Llama"].build, transformers_own, FSDP, Loop)
+    biases = partial(published, "Qwen2")  # those of keys have no gradient but by rounding
+    yield Pair("Qwen2", FULL, biases, fsdp, FSDP, Loop)
+
+
+def faults() -> Iterator[Pair]:
     """Yield shardings of transformers that are wrong: they sum the gradients of the norms of queries and keys
     over tp in each micro batch, and with them those of the micro batches before, which are summed already."""
     for name in ("Qwen3", "Gemma 3", "Qwen3-MoE"):
         yield Pair(name, THEIRS, MODELS[name].build, transformers_own, TP, fault="not alike")
 
 
-PAIRS = {
-    pair.name: pair
-    for pairs in (pairs_of_every_model, pairs_of_some, pairs_of_variants, pairs_with_a_fault)
-    for pair in pairs()
-}
+KINDS = (pairs_of_every_model, pairs_of_some, pairs_of_variants, loops, faults)
+PAIRS = {pair.name: pair for pairs in KINDS for pair in pairs()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.legal.models import Styles
@@ -82,11 +81,57 @@ def tp_fsdp(model: nn.Module, mesh: DeviceMesh, styles: Styles) -> nn.Module:
     return fsdp(tp(model, mesh, styles), mesh)
 
 
-def ddp_of_tp(model: nn.Module, mesh: DeviceMesh, styles: Styles) -> nn.Module:
-    """torch makes plain tensors of the DTensors, of which each rank has its part."""
-    tp(model, mesh, styles)
-    _pre_dp_module_transform(model)
-    return ddp(model, mesh)
+class CopiedToRanks(torch.autograd.Function):
+    """The input of products of which each rank has some outputs: their gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class SummedOverRanks(torch.autograd.Function):
+    """The output of a product of which each rank has some inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def slices(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """As Megatron-LM does it, of a model with the names of transformers' Llama: the parameters are plain
+    tensors, of which each rank has its own."""
+    group, size, rank = mesh["tp"].get_group(), mesh["tp"].size(), mesh["tp"].get_local_rank()
+    for name, module in model.named_modules():
+        column = name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+        if column or name.endswith(("o_proj", "down_proj")):
+            part = module.weight.detach().chunk(size, dim=0 if column else 1)[rank]  # type: ignore[operator]
+            module.weight = nn.Parameter(part.clone())
+        if column:
+            module.register_forward_pre_hook(lambda _, inputs: (CopiedToRanks.apply(inputs[0], group),))
+        elif name.endswith(("o_proj", "down_proj")):
+            module.register_forward_hook(lambda _, inputs, output: SummedOverRanks.apply(output, group))
+    return model
+
+
+def ddp_of_slices(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return ddp(slices(model, mesh), mesh)
+
+
+def fsdp_of_slices(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fsdp(slices(model, mesh), mesh)
 
 
 def compiled_blocks(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -34,13 +34,6 @@ EXAMPLES: Mapping[Path, Mapping[str, Sequence[str]]] = {
         "79 tensors": (*CHECK, "--sharded=mine:shard", "--dp_shard=1", "--tp=2"),
     },
 }
-PICTURES = {
-    "step-8b-128.svg": ("--config", "llama_8b.yaml", "--gpus", "128", *AUTO),
-    "step-70b-tp8.svg": (
-        *("--config", "llama_70b.yaml", "--gpus", "1024", "--gpu", "h100-sxm", "--parallel.tp=8"),
-        *("--parallel.activation_checkpoint=full", "--train.micro_batch_size=2"),
-    ),
-}
 ROUNDING = re.compile(r"\d\.\de-0[5-9]")  # a difference of two runs, which every run has another of
 PROGRAM = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LEAST_ALIKE = 0.6  # of a line and the one that replaces it, without numbers
@@ -70,11 +63,6 @@ def printed_by_example(page: Path, command: Sequence[str]) -> list[str]:
     if done.returncode not in (0, 1) or not done.stdout:
         raise BenchError(f"python {' '.join(command)}: exit code {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout.splitlines()
-
-
-def draw_step(name: str) -> None:
-    """Draw a picture of a predicted step in docs/."""
-    printed([*PICTURES[name], "--timeline", str(ROOT / "docs" / name)])
 
 
 def refresh_outputs() -> None:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.apply import apply_plan
-from meshwright.parallel.check.compare import FLOOR
-from meshwright.parallel.check.kinds import TOLERANCE, relative_error
+from meshwright.parallel.check.kinds import FLOOR, TOLERANCE, relative_error
 from meshwright.parallel.check.processes import run_ranks
 from meshwright.parallel.check.report import CheckReport, Mismatch
 from meshwright.parallel.check.small_plan import compilable_on_cpu, cut_model, eager, not_run, small_plan

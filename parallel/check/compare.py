@@ -9,12 +9,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from meshwright.parallel.check.kinds import NARROW, TOLERANCE, common_factor, kind, own_slice, relative_error
+from meshwright.parallel.check.kinds import (
+    FLOOR,
+    NARROW,
+    TOLERANCE,
+    Place,
+    common_factor,
+    kind,
+    places_of_slices,
+    relative_error,
+)
 from meshwright.parallel.check.recorded import START, RankRecord, Seen, data_rank, groups_over
 from meshwright.parallel.check.report import CheckReport, Mismatch
 from meshwright.parallel.plan.schema import MeshPlan
-
-FLOOR = 1e-2  # share of the largest gradient: smaller ones are compared with it, as they may be mere rounding
 
 
 @dataclass(frozen=True)
@@ -79,18 +86,8 @@ class Comparison:
         return sorted(once, key=lambda seen: seen.what != "output")
 
     @cached_property
-    def _slices(self) -> dict[tuple[int, str], tuple[int, Tensor]]:
-        """Which part of a parameter a plain tensor of a rank is: the dim, and its places there."""
-        found = {}
-        whole = self.twin.of(START, "value")
-        for rank, recorded in enumerate(self.ranks):
-            for name, local in recorded.of(START, "value").items():
-                expected = whole.get(self.twin.tied.get(name, name))
-                if local is None or expected is None or local.shape == expected.shape:
-                    continue
-                if (place := own_slice(local, expected)) is not None:
-                    found[rank, name] = place
-        return found
+    def _slices(self) -> dict[tuple[int, str], Place]:
+        return places_of_slices(self.twin, self.ranks)
 
     def _expected(self, seen: Seen, rank: int) -> Tensor | None:
         """Return what a rank ought to have; None: the twin has nothing."""

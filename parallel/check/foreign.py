@@ -9,7 +9,7 @@ by one, and keeps the gradient of each, which is what tells a wrong reduction fr
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from meshwright.parallel.check.kinds import common_factor
+from meshwright.parallel.check.kinds import FLOOR, NARROW, common_factor, joined_gradients, relative_error
 from meshwright.parallel.check.recorded import AXES, START, RankRecord, Seen, data_rank
 from meshwright.parallel.check.values import moved, whole_outputs, with_random_ids
 from meshwright.parallel.errors import PlanError
@@ -165,7 +165,7 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
         parameter.requires_grad_(parameter.requires_grad and name not in ranks[0].frozen)
     look(found, START, model)
     if subject.loop is not None:
-        _record_loop(subject, found, model, example, None)
+        _record_loop(subject, found, model, example, None, ranks)
         return found
     model.train(not any(rank.notes for rank in ranks))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
@@ -206,10 +206,15 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
 
 
 def _record_loop(
-    subject: Subject, found: RankRecord, model: nn.Module, example: Example, mesh: DeviceMesh | None
+    subject: Subject,
+    found: RankRecord,
+    model: nn.Module,
+    example: Example,
+    mesh: DeviceMesh | None,
+    ranks: Sequence[RankRecord] = (),
 ) -> None:
     """Record the steps of somebody's loop, and of another that loads what the first has saved after the
-    last. One process gets all rows of a step as one batch."""
+    last. One process gets all rows of a step as one batch, and steps with the gradients of the `ranks`."""
 
     def run(loop: Any, model: nn.Module, step: int, moment: str) -> None:
         batches = subject.batches(example, step)
@@ -218,7 +223,7 @@ def _record_loop(
             own = [some_rows(tree_map_only(Tensor, lambda t: t.roll(step, 0), example), 0, rows)]
         else:
             own = batches[data_rank(subject.mesh, dist.get_rank())]
-        with gradients_of_optimizers(model) as caught:
+        with gradients_of_optimizers(model, joined_gradients(found, ranks, moment)) as caught:
             loss = loop.step(own)
         found.tensors |= {Seen(moment, "gradient", name): gradient for name, gradient in caught.items()}
         if loss is not None:
@@ -302,13 +307,24 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 @contextmanager
-def gradients_of_optimizers(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
-    """Context that notes the gradients of a model with which torch's optimizers step."""
+def gradients_of_optimizers(
+    model: nn.Module, others: Mapping[str, Tensor]
+) -> Iterator[dict[str, Tensor | None]]:
+    """Context that notes the gradients of a model with which torch's optimizers step. They then step with
+    `others`, where these are the same but for rounding, of which Adam makes a full step if it is all there is
+    of a gradient."""
     caught: dict[str, Tensor | None] = {}
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        caught.update({n: g for n, g in gradients(model).items() if id(names[n]) in ids})
+        own = {n: g for n, g in gradients(model).items() if id(names[n]) in ids}
+        caught.update(own)
+        floor = FLOOR * max((float(g.norm()) for g in own.values() if g is not None), default=0.0)
+        for name, gradient in own.items():
+            other = others.get(name)
+            if gradient is None or other is None or relative_error(other, gradient, floor)[0] > NARROW:
+                continue
+            names[name].grad.copy_(other)  # type: ignore[union-attr]
 
     names = dict(named(model))
     handle = register_optimizer_step_pre_hook(note)

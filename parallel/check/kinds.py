@@ -8,11 +8,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from meshwright.parallel.check.recorded import DATA_AXES, RankRecord, data_rank, groups_over
+from meshwright.parallel.check.recorded import DATA_AXES, START, RankRecord, Seen, data_rank, groups_over
 from meshwright.parallel.plan.schema import MeshPlan
 
 TOLERANCE = 1e-4  # of a relative difference in float32, which rounding keeps below 1e-5
 NARROW = 5e-2  # below it a difference may be the rounding of bfloat16
+FLOOR = 1e-2  # share of the largest gradient: smaller ones are compared with it, as they may be mere rounding
+Place = tuple[int, Tensor]  # of a part of a tensor: the dim, and the places there
 
 
 def relative_error(
@@ -47,7 +49,34 @@ def common_factor(twin: RankRecord, ranks: Sequence[RankRecord], moment: str) ->
     return median(groups[0]) if groups else 1.0
 
 
-def own_slice(local: Tensor, whole: Tensor) -> tuple[int, Tensor] | None:
+def places_of_slices(twin: RankRecord, ranks: Sequence[RankRecord]) -> dict[tuple[int, str], Place]:
+    """Return which part of a parameter the plain tensor of a rank is, by rank and name."""
+    found = {}
+    whole = twin.of(START, "value")
+    for rank, recorded in enumerate(ranks):
+        for name, local in recorded.of(START, "value").items():
+            expected = whole.get(twin.tied.get(name, name))
+            if local is None or expected is None or local.shape == expected.shape:
+                continue
+            if (place := own_slice(local, expected)) is not None:
+                found[rank, name] = place
+    return found
+
+
+def joined_gradients(twin: RankRecord, ranks: Sequence[RankRecord], moment: str) -> dict[str, Tensor]:
+    """Return the gradients of the ranks at a moment, joined where each has a part."""
+    places, found = places_of_slices(twin, ranks), dict[str, Tensor]()
+    for rank, recorded in enumerate(ranks):
+        for name, gradient in recorded.of(moment, "gradient").items():
+            place, whole = places.get((rank, name)), twin.tensors.get(Seen(START, "value", name))
+            if gradient is not None and place is not None and whole is not None:
+                gradient = found.get(name, torch.zeros_like(whole)).index_copy(*place, gradient)
+            if gradient is not None:
+                found[name] = gradient
+    return found
+
+
+def own_slice(local: Tensor, whole: Tensor) -> Place | None:
     """Return along which dim, and at which places of it, a plain tensor of one rank has the values of the
     whole one; None: it is no slice."""
     differ = [

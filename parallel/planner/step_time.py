@@ -424,10 +424,11 @@ def _seconds(spans: Sequence[Span]) -> float:
 
 
 def _timeline(tasks: Sequence[Task], spans: Sequence[Span]) -> MicroBatchTimeline:
-    """Return the events and waits of a micro batch."""
+    """Return the events and waits of a micro batch. A collective on the compute stream is both."""
     events = [
-        _event(task, task.lane, task.work, span.start_s, span.end_s)
+        _event(task, lane, task.work, span.start_s, span.end_s)
         for task, span in zip(tasks, spans, strict=True)
+        for lane in ((task.lane, EXPOSED) if task.lane in ("tp", "cp") else (task.lane,))
     ]
     for index, start_s, end_s in find_waits(tasks, spans):
         lane = tasks[index].lane
@@ -454,6 +455,6 @@ def _join(parts: Sequence[tuple[MicroBatchTimeline, int]]) -> Timeline:
                 compute_s += count * event.seconds
             elif event.lane == HOST_BOUND:
                 host_s += count * event.seconds
-            elif event.lane in (EXPOSED, "tp", "cp"):
+            elif event.lane == EXPOSED:
                 by_lane[event.work] += count * event.seconds
     return Timeline(tuple(rounds), step_s, compute_s, sum(by_lane.values()), dict(by_lane), host_s)

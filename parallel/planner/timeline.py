@@ -33,8 +33,8 @@ class TimelineEvent:
     """One bar of one lane. Seconds count from the start of the step.
 
     Args:
-        lane: host, compute, tp, all_gather, reduce_scatter, all_reduce, offload; or exposed, host_bound: the
-            compute stream waits for another stream, or for the host
+        lane: host, compute, tp, cp, all_gather, reduce_scatter, all_reduce, offload; or exposed, host_bound:
+            the compute stream waits for a collective or copy, its own or of another stream, or for the host
         work: in compute forward, backward, copy_out, copy_in, sum (of whole gradients) or optimizer; in
             exposed the awaited lane; in offload send or fetch; in host_bound host; elsewhere the lane
         unit: the FSDP unit of the event; "" for the optimizer
@@ -84,8 +84,8 @@ class Timeline:
         step_s: the sum of `compute_s`, `exposed_s` and `host_s`
         compute_s: time in which the compute stream works, including copies, the optimizer and the slowdown by
             collectives
-        exposed_s: time in which it waits for a collective or a copy to or from host memory, or runs a
-            tensor-parallel collective
+        exposed_s: time in which it waits for a collective or a copy to or from host memory: the events of
+            lane exposed
         exposed_by_lane: `exposed_s` by awaited lane, without zeros; while an awaited task itself waits (for
             the link or in a queue), the task in flight counts
         host_s: time in which the compute stream waits for the host to launch something

@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,7 +15,9 @@ import numpy as np
 
 from meshwright.parallel.errors import one_line
 from meshwright.parallel.planner.timeline import (
+    COMPUTE,
     EXPOSED,
+    HOST,
     HOST_BOUND,
     LANES,
     LINKS,
@@ -55,15 +56,15 @@ COLORS = {
     "offload": "#8c6d31",
     EXPOSED: "#d55e00",
     HOST_BOUND: "#7f3b08",
-    "host": "#bdbdbd",
+    HOST: "#bdbdbd",
 }
-DARK = frozenset({"backward", "optimizer", "all_gather", EXPOSED, HOST_BOUND})  # colors with white text
+DARK = frozenset({"backward", "optimizer", "offload", HOST_BOUND})  # colors with white text
 LEGEND = {"copies": "copy in or out", **LANES}
 ROWS = {  # lane -> row of the picture
-    "host": "host",
-    "compute": "compute",
-    EXPOSED: "compute",
-    HOST_BOUND: "compute",
+    HOST: "host",
+    COMPUTE: COMPUTE,
+    EXPOSED: COMPUTE,
+    HOST_BOUND: COMPUTE,
     **LINKS,
 }
 NOTABLE = 1e-3  # share of the step that is worth a figure
@@ -96,6 +97,17 @@ class Panel:
     def point_s(self) -> float:
         """Seconds per point."""
         return (self.window[1] - self.window[0]) / LANES_WIDTH
+
+    @functools.cached_property
+    def events(self) -> Mapping[str, Sequence[TimelineEvent]]:
+        """The events in the window by key in COLORS, in drawing order; of the host only if the step waits for
+        it: else it launches everything early, and the rest of its lane is empty."""
+        left_out = () if self.timeline.host_share >= NOTABLE else (HOST, HOST_BOUND)
+        inside = {kind: list[TimelineEvent]() for kind in COLORS}
+        for event in self.timeline.events:
+            if event.end_s > self.window[0] and event.start_s < self.window[1] and event.lane not in left_out:
+                inside[color_key(event)].append(event)
+        return {kind: events for kind, events in inside.items() if events}
 
 
 def with_default_style(draw: Callable[P, T]) -> Callable[P, T]:
@@ -137,9 +149,9 @@ def draw_timeline(timeline: Timeline, title: str) -> "Figure":
     from matplotlib.patches import ConnectionPatch
 
     above, below = figure.axes
-    lanes = LANE * above.get_ylim()[0]
+    lanes, lanes_below = (LANE * axes.get_ylim()[0] for axes in (above, below))
     for time_s, side in ((start_s, 0), (end_s, 1)):
-        ends = (time_s * 1e3, -22 / lanes), (side, 1 + (OVER - 2) / lanes)
+        ends = (time_s * 1e3, -22 / lanes), (side, 1 + (OVER - 2) / lanes_below)
         transforms = above.get_xaxis_transform(), below.transAxes
         figure.add_artist(ConnectionPatch(*ends, *transforms, color=FAINT, lw=0.7, ls=":"))
     return figure
@@ -147,18 +159,18 @@ def draw_timeline(timeline: Timeline, title: str) -> "Figure":
 
 @with_default_style
 def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
-    """Return a figure with a title, a color legend, and the panels below each other."""
+    """Return a figure with a title, a legend of the compute lane's colors, and the panels below each other,
+    those of one kind with the same lanes."""
     assert all(panel.timeline.step_s > 0 for panel in panels), "cannot draw a step of 0 s"
-    kinds = {color_key(event) for panel in panels for event in panel.timeline.events}
-    used = {ROWS.get(kind, "compute") for kind in kinds}
-    rows = [row for row in dict.fromkeys(ROWS.values()) if row in used] or ["compute"]
-    lanes = LANE * len(rows)
-    height = HEAD + len(panels) * (OVER + lanes + UNDER)
+    kinds = {kind for panel in panels for kind in panel.events}
+    rows_of = {large: _rows(panel for panel in panels if panel.large == large) for large in (False, True)}
+    heights = [OVER + LANE * len(rows_of[panel.large]) + UNDER for panel in panels]
+    height = HEAD + sum(heights)
     figure = new_figure(WIDTH, height)
     from matplotlib.patches import Patch
 
     write_line(figure, 34, title, LARGE, bold=True)
-    names = {LEGEND.get(kind, kind): COLORS[kind] for kind in COLORS if kind in kinds}
+    names = {LEGEND.get(kind, kind): COLORS[kind] for kind in COLORS if kind in kinds and kind not in LINKS}
     place: Any = {"loc": "upper left", "bbox_to_anchor": (LEFT / WIDTH, 1 - 50 / height), "borderaxespad": 0}
     style: Any = {
         "fontsize": SMALL,
@@ -169,14 +181,22 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
     }
     keys = [Patch(color=color, label=name) for name, color in names.items()]
     figure.legend(handles=keys, ncols=len(keys) or 1, columnspacing=1.1, handletextpad=0.5, **place, **style)
-    for number, panel in enumerate(panels):
-        top = HEAD + number * (OVER + lanes + UNDER)
+    top = HEAD
+    for panel, panel_height in zip(panels, heights, strict=True):
+        rows, lanes = rows_of[panel.large], panel_height - OVER - UNDER
         write_line(figure, top + 16, panel.heading, BODY + 1, bold=panel.large)
         bottom = 1 - (top + OVER + lanes) / height
         axes = figure.add_axes((LEFT / WIDTH, bottom, LANES_WIDTH / WIDTH, lanes / height))
         _draw_frame(axes, panel, rows)
         _draw_bars(axes, panel, rows)
+        top += panel_height
     return figure
+
+
+def _rows(panels: Iterable[Panel]) -> Sequence[str]:
+    """Return the lanes in which any of the panels has a bar."""
+    used = {ROWS.get(kind, COMPUTE) for panel in panels for kind in panel.events}
+    return [row for row in dict.fromkeys(ROWS.values()) if row in used] or [COMPUTE]
 
 
 def _draw_frame(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
@@ -215,20 +235,16 @@ def _draw_bars(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
     """Draw the bars, kind by kind. In the strip, bars of exposed time extend below their lane, so that very
     thin ones are visible."""
     start_s, end_s = panel.window
-    inside = defaultdict[str, list[TimelineEvent]](list)
-    for event in panel.timeline.events:
-        if event.end_s > start_s and event.start_s < end_s:
-            inside[color_key(event)].append(event)
-    for kind in (kind for kind in COLORS if kind in inside):
-        middle = rows.index(ROWS.get(kind, "compute")) + BAR / LANE / 2
+    for kind, events in panel.events.items():
+        middle = rows.index(ROWS.get(kind, COMPUTE)) + BAR / LANE / 2
         foot = 0 if panel.large or kind not in (EXPOSED, HOST_BOUND) else LANE - BAR - 1
         # In the compute lane a widened bar would cover its neighbor.
         thinnest_s = THIN * panel.point_s if kind in ROWS else 0.0
-        bars = merged(inside[kind], panel.point_s / PNG_SCALE)
+        bars = merged(events, panel.point_s / PNG_SCALE)
         spans = [(left_s, max(right_s, left_s + thinnest_s)) for left_s, right_s in bars]
         _draw_spans(axes, spans, middle + foot / LANE / 2, BAR + foot, panel, color=COLORS[kind])
         style: Any = {"fontsize": SMALL, "color": "white" if kind in DARK else INK, "parse_math": False}
-        for event in inside[kind] if panel.large else ():
+        for event in events if panel.large else ():
             if name := _label(event, panel):
                 at = 500 * (max(event.start_s, start_s) + min(event.end_s, end_s)), middle
                 axes.text(*at, name, ha="center", va="center_baseline", **style)
@@ -274,7 +290,7 @@ def _label(event: TimelineEvent, panel: Panel) -> str:
 
 def color_key(event: TimelineEvent) -> str:
     """Return the event's key in COLORS."""
-    if event.lane != "compute":
+    if event.lane != COMPUTE:
         return event.lane
     return "copies" if event.work.startswith("copy") else event.work
 
@@ -287,7 +303,7 @@ def phases(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
     def name(event: TimelineEvent) -> str:
         return event.phase + (f" {event.micro_batch + 1}" if many and event.phase != "optimizer" else "")
 
-    busy = (event for event in timeline.events if event.lane in ("compute", EXPOSED, HOST_BOUND, "tp", "cp"))
+    busy = (event for event in timeline.events if event.lane in (COMPUTE, EXPOSED, HOST_BOUND))
     for label, events in groupby(busy, name):
         first, *others = events
         yield label, first.start_s, (others or [first])[-1].end_s
@@ -328,7 +344,7 @@ def zoom_window(timeline: Timeline) -> tuple[float, float, str]:
 
 def backward_spans(timeline: Timeline) -> dict[str, Span]:
     """Return start and end of each unit's backward in the last micro batch, in order."""
-    backward = [event for event in timeline.events if event.lane == "compute" and event.work == "backward"]
+    backward = [event for event in timeline.events if event.lane == COMPUTE and event.work == "backward"]
     spans: dict[str, Span] = {}
     for event in backward:
         if event.micro_batch == backward[-1].micro_batch:

@@ -1,7 +1,10 @@
-"""Predicted figures in README.md and docs/scaling.md are today's."""
+"""Predicted figures in README.md and docs/scaling.md are today's; every picture is taken by a command."""
+
+from pathlib import Path
 
 import pytest
 
+from benchmarks import pictures
 from benchmarks.scaling import PAGE, predict_row
 from benchmarks.support.documents import ROOT, block_of, examples_of_today, predictions_of_today, refreshed
 from meshwright.parallel.planner.hardware import load_hardware
@@ -17,6 +20,16 @@ def test_a_block_gets_todays_lines_at_its_width() -> None:
     assert block_of(f"a\n```\n{block}\n```\n", "why:") == block
     with pytest.raises(BenchError, match="change the page by hand: exposed 5%"):
         refreshed("exposed 5%", PRINTED)
+
+
+def test_every_picture_is_taken_by_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pages = [page.read_text(encoding="utf-8") for page in pictures.DOCS.glob("*.md")]
+    drawn = {name for page in pages for _, name in pictures.DRAWN.findall(page)}
+    kept = {path.name for path in pictures.DOCS.iterdir() if path.suffix in (".svg", ".png")}
+    assert drawn | pictures.SIZES.keys() | {"step-measured.svg", "scaling.svg"} == kept
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BenchError, match=r"browser: none of chromium.*\$PATH.*install.*predicted measured"):
+        pictures.main([])
 
 
 @pytest.mark.slow

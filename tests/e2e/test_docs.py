@@ -56,7 +56,7 @@ SMALLER = [  # pattern, replacement; all that match are applied in this order
     (r"--workers 16", "--workers 2"),
     (r"gpus=8\.\.\d+", "gpus=8..16"),
     (r"(tools\.plan .*llama_8b_128k.*)", rf"\1 {SMALL}"),
-    (r"(tools\.plan .*llama_(?:70b|405b)\.yaml.*)", rf"\1 {BLOCKS_OF_8B}"),
+    (r"(tools\.plan (?!.*--timeline).*llama_(?:70b|405b)\.yaml.*)", rf"\1 {BLOCKS_OF_8B}"),
     (r"(tools\.sweep prefetch)", rf"\1 --processes 1 {OVERRIDES}"),
     (r"runs/a runs/b", "runs/llama_debug runs/profiled"),
     (r"--run_dir=/shared/runs", "--run_dir=runs"),

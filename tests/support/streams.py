@@ -57,6 +57,6 @@ def exposed_by_unit(step: Timeline) -> dict[str, float]:
     """Exposed seconds of each unit, its tensor-parallel collectives included."""
     waited: dict[str, float] = {}
     for event in step.events:
-        if event.lane in (EXPOSED, "tp"):
+        if event.lane == EXPOSED:
             waited[event.unit] = waited.get(event.unit, 0.0) + event.seconds
     return waited

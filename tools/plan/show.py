@@ -86,15 +86,14 @@ def _find_hardware(options: argparse.Namespace, job: TrainingJob, gpus: int) -> 
 
 def _write(options: argparse.Namespace, report: reporting.PlanReport) -> list[Path]:
     """Write the requested files, and return their paths."""
-    mesh, hardware = report.plan.mesh, report.machines.hardware
+    hardware = report.machines.hardware
     kind = hardware.name if hardware else "GPUs"
     of = Path(options.config[-1]).stem if options.config else "model"
-    title = f"{of} on {mesh.world_size} {kind}"
     if options.timeline and report.prediction:
-        degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
-        export.save_timeline(options.timeline, report.prediction.timeline, f"{title}: {degrees}")
+        export.save_timeline(options.timeline, report.prediction.timeline, report.prediction.title(of, kind))
     if options.save:
-        export.save_plan(options.save, report.plan, [title, *report.reasons])
+        about = f"{of} on {report.plan.mesh.world_size} {kind}"
+        export.save_plan(options.save, report.plan, [about, *report.reasons])
     return [path for path in (options.save, options.timeline) if path]
 
 

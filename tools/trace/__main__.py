@@ -47,8 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if picture is not None:
         subject = analysis.run.name if analysis.run else analysis.trace.name
         title = f"{subject}: step {analysis.step.number}, rank {analysis.rank}"
-        predicted = plan.predicted
-        figure = draw_against(predicted, measured, title) if predicted else draw_timeline(measured, title)
+        if plan.predicted:
+            kind = str(analysis.facts.get("device_name", "devices"))
+            title = plan.predicted.title(title, kind, measured.step_s)
+            figure = draw_against(plan.predicted.timeline, measured, title)
+        else:
+            figure = draw_timeline(measured, f"{title}; measured")
         write_atomically(picture, picture_bytes(figure, picture.suffix))
     if options.json:
         print(json.dumps(make_document(analysis, kernels, plan), indent=2))

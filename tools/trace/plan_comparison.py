@@ -41,7 +41,7 @@ from meshwright.train.config import Config
 from meshwright.train.config_parser import load_config
 from meshwright.train.distributed.process_group import usable_cores
 from meshwright.train.errors import DataError
-from meshwright.train.planning.predict import predict
+from meshwright.train.planning.predict import Prediction, predict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,10 +52,10 @@ SIDES = ("predicted", "measured")
 
 @dataclass(frozen=True)
 class AgainstPlan:
-    """The step that the plan predicted; None if it cannot be predicted, for the reason in `why_not`; and its
-    lanes beside the measured ones, as `compare_lanes` returns them."""
+    """What the plan predicted; None if it cannot be predicted, for the reason in `why_not`; and the lanes of
+    its step beside the measured ones, as `compare_lanes` returns them."""
 
-    predicted: Timeline | None
+    predicted: Prediction | None
     why_not: str
     lanes: list[dict[str, Any]]
 
@@ -71,11 +71,11 @@ def compare_with_plan(analysis: ProfileAnalysis, measured: Timeline) -> AgainstP
         predicted = predict_run(analysis.run, str(facts.get("device_name", "")), per_node)
     except DataError as error:
         return AgainstPlan(None, str(error), [])
-    return AgainstPlan(predicted, "", compare_lanes(predicted, measured))
+    return AgainstPlan(predicted, "", compare_lanes(predicted.timeline, measured))
 
 
-def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timeline:
-    """Predict a step of the run in a folder from its config.yaml and plan.yaml. `device_name`: torch's name
+def predict_run(run: Path, device_name: str, processes_per_node: int) -> Prediction:
+    """Predict the run in a folder from its config.yaml and plan.yaml. `device_name`: torch's name
     of the device that the run used. Raises DataError with the reason if the step cannot be predicted."""
     for name in ("config.yaml", "plan.yaml"):
         if not (run / name).is_file():
@@ -85,7 +85,7 @@ def predict_run(run: Path, device_name: str, processes_per_node: int) -> Timelin
     try:
         config, plan = load_config(run / "config.yaml"), load_plan(run / "plan.yaml")
         hardware = _hardware_of(device_name, config, processes_per_node)
-        return predict(config.job, plan, hardware, processes_per_node).timeline
+        return predict(config.job, plan, hardware, processes_per_node)
     except ValueError as error:
         raise DataError(f"{run}: its step cannot be predicted: {error}") from None
 

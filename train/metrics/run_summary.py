@@ -62,10 +62,10 @@ def describe_run(config: Config, planned: RunPlan, data: str, steps: range) -> R
         # a list: on a narrow page the columns of a table are one character wide
         "about": "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
     }
-    title = f"Predicted: {Path(str(config.run.dir)).name} on {plan.mesh.world_size} x {device_name}"
     images = {}
     if prediction:
         texts["planner"] = "\n".join(f"- {line}" for line in prediction.reasons)
+        title = prediction.title(Path(str(config.run.dir)).name, device_name)
         images = {PREDICTED_STEP: partial(_draw, prediction.timeline, title)}
     values = hparams_of(config, plan, device_name)
     return RunSummary(texts, images, values, first_keys(values, sys.argv[1:]))

@@ -66,6 +66,16 @@ class Prediction:
     reasons: tuple[str, ...] = ()
     correction: Correction | None = None
 
+    def title(self, subject: str, kind: str, measured_s: float | None = None) -> str:
+        """Return the title of a picture of the step: the subject, number and kind of devices, mesh, MFU.
+        `measured_s`: seconds of the measured step that the picture shows too, if any."""
+        mesh, sides = self.plan.mesh, {"predicted": 1.0}
+        if measured_s:
+            sides["measured"] = self.timeline.step_s / measured_s
+        degrees = ", ".join(f"{axis} {getattr(mesh, axis)}" for axis in mesh.axes)
+        mfu = (f"{side} MFU {self.mfu * share:.1%}" if self.mfu else side for side, share in sides.items())
+        return f"{subject} on {mesh.world_size} {kind}: {degrees}; {', '.join(mfu)}"
+
 
 def predict(job: TrainingJob, plan: Plan, hardware: Hardware, gpus_per_node: int) -> Prediction:
     """Predict memory and time of the job under `plan` on machines of that kind. Raises PlanError for float8

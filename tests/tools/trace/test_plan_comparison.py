@@ -1,7 +1,9 @@
 """The planned step against the measured one: the picture, the figures, and steps that cannot be predicted."""
 
+import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -144,14 +146,16 @@ def test_lanes_are_compared():
 
 
 def test_a_finished_run_is_predicted(sharded_run):
-    predicted = predict_run(sharded_run, "CPU (no GPU)", 2)
+    predicted = predict_run(sharded_run, "CPU (no GPU)", 2).timeline
     assert predicted.step_s == pytest.approx(predicted.compute_s + predicted.exposed_s + predicted.host_s)
     assert {event.unit for event in predicted.events if event.lane == "all_gather"} >= {
         "layers.0",
         "layers.1",
     }
     on_gpus = predict_run(sharded_run, "NVIDIA H200", 8)
-    assert on_gpus.step_s < predicted.step_s / 2
+    assert on_gpus.timeline.step_s < predicted.step_s / 2
+    title = replace(on_gpus, mfu=0.5).title("A run", "H200", 2 * on_gpus.timeline.step_s)
+    assert re.fullmatch("A run on 2 H200: .*; predicted MFU 50.0%, measured MFU 25.0%", title)
 
 
 def test_a_run_with_fewer_threads_is_predicted_slower(tied_run, tmp_path):
@@ -159,7 +163,8 @@ def test_a_run_with_fewer_threads_is_predicted_slower(tied_run, tmp_path):
     config = (fewer / "config.yaml").read_text()
     (fewer / "config.yaml").write_text(config.replace("threads: 0", "threads: 1"))
     assert "threads: 0" in config
-    assert predict_run(fewer, "CPU", 1).compute_s > 1.2 * predict_run(tied_run, "CPU", 1).compute_s
+    slower, faster = (predict_run(run, "CPU", 1).timeline.compute_s for run in (fewer, tied_run))
+    assert slower > 1.2 * faster
 
 
 def test_what_cannot_be_predicted_says_why(sharded_run, tmp_path):
