@@ -1,9 +1,10 @@
 """The gallery: faults that were shipped, each wherever it can be, in one tensor of many, and mended."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from meshwright.parallel.check.foreign import Subject
 from meshwright.parallel.plan.schema import MeshPlan
 from tests.gallery import loops, shardings
-from tests.gallery.models import Model, build
+from tests.gallery.models import Model, ModelWithRouterLogits, build
 
 DP, REPLICAS, TP, CP = MeshPlan(1, 2, 1), MeshPlan(2, 1, 1), MeshPlan(1, 1, 2), MeshPlan(1, 1, 1, 2)
 ALL = ("layers",)
@@ -27,7 +28,8 @@ class Fault:
         wrong: the sharding with it
         right: the sharding without it
         one: the sharding with it in one place; None: it has no smaller place
-        says: what the report must say
+        says: a pattern of what the first line of the report must say
+        one_says: the same, with the fault in one place; "": as everywhere
         loop: with the fault; `one_loop`: in one place
     """
 
@@ -38,6 +40,7 @@ class Fault:
     right: Callable[..., Any]
     one: Callable[..., Any] | None
     says: str
+    one_says: str = ""
     loop: type[loops.Loop] | None = None
     one_loop: type[loops.Loop] | None = None
     equal_rows: bool = False
@@ -60,50 +63,74 @@ def untied() -> tuple[Model, Any]:
     return model, example
 
 
+def with_router_logits() -> tuple[Model, Any]:
+    return ModelWithRouterLogits(), build()[1]
+
+
 def _fault(
-    what: str, where: str, mesh: MeshPlan, sharding: Callable[..., Any], says: str, one: Any, **keys: Any
+    what: str,
+    where: str,
+    mesh: MeshPlan,
+    sharding: Callable[..., Any],
+    says: str,
+    one: Any,
+    one_says: str = "",
+    *,
+    bad: str = "bad",
+    everywhere: Any = ALL,
+    rest: Mapping[str, Any] = MappingProxyType({}),
+    **keys: Any,
 ) -> Fault:
-    bad = keys.pop("bad", "bad")
-    everywhere, rest = keys.pop("everywhere", ALL), keys.pop("rest", {})
-    return Fault(
-        what,
-        where,
-        mesh,
-        partial(sharding, **{bad: everywhere}, **rest),
-        partial(sharding, **rest),
-        partial(sharding, **{bad: one}, **rest),
-        says,
-        **keys,
-    )
+    """A fault of a sharding, which is right without its argument `bad`."""
+    wrong, right, in_one = ({bad: everywhere}, {}, {bad: one})
+    shards = [partial(sharding, **rest, **case) for case in (wrong, right, in_one)]
+    return Fault(what, where, mesh, *shards, says, one_says, **keys)
 
 
 def _loop_fault(
-    what: str, where: str, loop: type[loops.Loop], says: str, one_loop: type[loops.Loop] | None = None
+    what: str,
+    where: str,
+    loop: type[loops.Loop],
+    says: str,
+    one_loop: type[loops.Loop] | None = None,
+    one_says: str = "",
+    mesh: MeshPlan = DP,
+    shard: Callable[..., Any] = shardings.fsdp,
 ) -> Fault:
-    shard = shardings.fsdp
-    return Fault(what, where, DP, shard, shard, shard if one_loop else None, says, loop, one_loop)
+    one = shard if one_loop else None
+    return Fault(what, where, mesh, shard, shard, one, says, one_says, loop, one_loop)
 
 
 PARTIAL = "a partial sum taken for the whole: the reduction over tp is missing"
-BLOCK = ("layers.1",)
+LOST = "the values are not those that the model had"
+BLOCK, EXPERTS, W2 = ("layers.1",), ("layers.0.experts", "layers.1.experts"), ("layers.1.experts.w2",)
 EQUAL: dict[str, Any] = {"equal_rows": True}
 FAULTS = (
     _fault(
-        "router under tp: its gradient is not summed",
-        "torchtitan #2416",
+        "gradients of the router's probabilities are not summed over tp",
+        "torchtitan #2416, transformers #48205",
         TP,
         shardings.experts_over_tp,
-        "router.weight",
+        f"layers.1.router.weight.*{PARTIAL}",
         BLOCK,
     ),
     _fault(
-        "below experts under tp gradients are not summed",
+        "below experts under tp no gradient is summed",
         "torchtitan #4054",
         TP,
         shardings.experts_over_tp,
-        "norm2.weight",
+        f"layers.1.router.weight.*{PARTIAL}",
         BLOCK,
-        rest={"lost": "enter"},
+        rest={"lost": ("enter", "chances")},
+    ),
+    _fault(
+        "rows that no expert computes are not written, and 0 x NaN in backward",
+        "transformers #48205",
+        TP,
+        shardings.experts_over_tp,
+        "layers.1.router.weight.*not finite",
+        BLOCK,
+        bad="unwritten",
     ),
     _fault(
         "each tp rank adds the experts' whole bias",
@@ -114,30 +141,21 @@ FAULTS = (
         BLOCK,
     ),
     _fault(
-        "counts of the routing bias are not summed over tp",
+        "counts for the routing bias are not summed over tp",
         "torchtitan #4154",
         TP,
         shardings.counted_over_tp,
-        PARTIAL,
+        f"buffer layers.1.router.tokens.*{PARTIAL}",
         BLOCK,
     ),
     _fault(
         "experts' gradients doubled with ep 2",
-        "pytorch 160285",
+        "pytorch 160285, Megatron-LM #5956",
         DP,
         shardings.experts_over_dp,
-        "2 times what it should be",
-        ("layers.1.experts.w2",),
-        **EQUAL,
-    ),
-    _fault(
-        "experts' gradients divided twice",
-        "transformers #48516",
-        DP,
-        shardings.experts_over_dp,
-        "0.5 times what it should be",
-        ("layers.1.experts.w2",),
-        bad="divided",
+        "layers.1.experts.bias.*: 2 times what it should be",
+        W2,
+        "layers.1.experts.w2.*: 2 times what it should be",
         **EQUAL,
     ),
     _fault(
@@ -145,34 +163,36 @@ FAULTS = (
         "AutoModel #2995",
         DP,
         shardings.experts_over_dp,
-        "router.weight",
+        "layers.1.router.weight.*: missing",
         BLOCK,
         bad="detached",
         **EQUAL,
     ),
     _fault(
-        "replicas of experts are not synchronised",
+        "replicas (HSDP) of a model with experts are not synchronised",
         "AutoModel #3135",
         REPLICAS,
         shardings.replicas,
-        "not reduced over dp_replicate",
+        "only this rank's part: not reduced over dp_replicate",
         ("layers.1.experts.w1",),
-        everywhere=("layers.0.experts", "layers.1.experts"),
+        "layers.1.experts.w1.*: only this rank's part: not reduced over dp_replicate",
+        everywhere=("",),
     ),
     _fault(
-        "the router's softmax is computed twice",
+        "the router gives probabilities to a loss that takes logits",
         "VeOmni #715",
         DP,
-        shardings.softmax_twice,
-        "output 0",
+        shardings.router_logits,
+        "output 2",
         BLOCK,
+        build=with_router_logits,
     ),
     _fault(
         "tied weights get twice the gradient",
         "torchtitan #3174",
         DP,
         shardings.sums,
-        "2 times what it should be",
+        "embedding.weight.*: 2 times what it should be",
         ("embedding",),
         everywhere=("embedding",),
     ),
@@ -181,8 +201,9 @@ FAULTS = (
         "transformers 5.24",
         DP,
         shardings.sums,
-        "the parts of the batch weigh",
+        "micro batch 2: .*the parts of the batch weigh 1 0.5 1 0.5",
         ("layers.1.norm.weight",),
+        "micro batch 2: gradient of layers.1.norm.weight.*the parts of the batch weigh 1 0.5 1 0.5",
         bad="again",
     ),
     _fault("keys are gathered along heads", "torchtitan #3206", CP, shardings.context, "output 0", BLOCK),
@@ -191,7 +212,7 @@ FAULTS = (
         "torchtitan #3257",
         CP,
         shardings.context,
-        "evaluation: output 0",
+        "evaluation: output 0.*right only from 0 to 3 of the 8 places of dim 1",
         BLOCK,
         bad="evaluated",
     ),
@@ -200,52 +221,71 @@ FAULTS = (
         "torchtitan #3412",
         TP,
         shardings.split_head,
-        "norm.weight",
+        f"gradient of norm.weight.*{PARTIAL}",
         (1,),
+        "gradient of norm.weight.*the ranks disagree",
         everywhere=(0, 1),
         build=untied,
     ),
     _fault(
-        "trunk gradient of an input that is not contiguous",
+        "a fused loss drops the trunk's gradient of an input with gaps",
         "VeOmni #1017",
         DP,
-        shardings.trunk_of_views,
-        "gradient of",
+        shardings.fused_head,
+        "gradient of norm.weight.*: missing",
         (1,),
+        "gradient of norm.weight",
         everywhere=(0, 1),
+        **EQUAL,
     ),
     _fault(
         "experts are never loaded",
         "AutoModel #2682",
         DP,
         shardings.lost_values,
-        "the values are not those",
-        ("layers.1.experts.w1",),
-        everywhere=("layers.0.experts", "layers.1.experts"),
+        f"value of layers.1.experts.bias.*{LOST}",
+        W2,
+        f"value of layers.1.experts.w2.*{LOST}",
+        everywhere=EXPERTS,
     ),
     _fault(
         "training does not start from the weights given",
         "Megatron-LM 2769",
         DP,
         shardings.lost_values,
-        "the values are not those",
+        f"value of norm.weight.*{LOST}",
         ("layers.0.norm.weight",),
+        f"value of layers.0.norm.weight.*{LOST}",
         everywhere=("",),
     ),
-    _loop_fault(
-        "a mean over each rank's tokens", "torchtitan #2206", loops.MeanOfRanks, "do not weigh alike"
-    ),
+    _loop_fault("a mean over each rank's tokens", "torchtitan #2206", loops.MeanOfRanks, "step 1: gradient"),
     _loop_fault(
         "auxiliary loss not divided by accumulation",
         "AutoModel #3359",
         loops.AuxiliaryOfEach,
-        "step 1: gradient of",
+        "step 1: gradient",
     ),
     _loop_fault(
-        "gradient scale of the auxiliary loss", "AutoModel #1412", loops.AuxiliaryScale, "step 1: gradient of"
+        "auxiliary loss divided by the ranks once too often",
+        "AutoModel #1412",
+        loops.AuxiliaryScale,
+        "step 1: gradient",
     ),
-    _loop_fault("norm of a rank's own shards", "VeOmni #862", loops.NormOfShards, "step 1: gradient of"),
+    _loop_fault("norm of a rank's own shards", "verl #3655", loops.NormOfShards, "step 1: gradient"),
     _loop_fault(
-        "only rank 0's shards are saved", "accelerate #4206", loops.OwnShards, "loaded", loops.OwnShardsOfOne
+        "norm summed over replicas (HSDP) too",
+        "VeOmni #862",
+        loops.NormOfReplicas,
+        "step 1: gradient.*: 0.707 times what it should be",
+        mesh=REPLICAS,
+        shard=shardings.hsdp,
+    ),
+    _loop_fault(
+        "only rank 0's shards are saved",
+        "accelerate #4206",
+        loops.OwnShards,
+        "step 2, loaded: value of norm.weight.*right only from 0 to 7 of the 16 places of dim 0",
+        loops.OwnShardsOfOne,
+        "step 2, loaded: value of layers.1.experts.w1.*right only from 0 to 1 of the 4 places of dim 0",
     ),
 )

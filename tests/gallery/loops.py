@@ -71,14 +71,25 @@ class AuxiliaryScale(Loop):
 
 
 class NormOfShards(Loop):
-    """VeOmni #862: each rank clips by the norm of its own shards."""
+    """verl #3655: each rank clips by the norm of its own shards."""
 
     def clip(self) -> None:
-        gradients = [p.grad for p in self.model.parameters()]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        norm = torch.stack([g.norm() for g in local]).norm()
-        for gradient in local:
-            gradient.mul_((0.5 / norm).clamp(max=1.0))
+        whole = [p.grad for p in self.model.parameters()]
+        gradients = [g.to_local() if isinstance(g, DTensor) else g for g in whole]
+        squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+        self.reduce(squares)
+        for gradient in gradients:
+            gradient.mul_((0.5 / squares.sqrt()).clamp(max=1.0))
+
+    def reduce(self, squares: Tensor) -> None:
+        """Leave the sum as it is."""
+
+
+class NormOfReplicas(NormOfShards):
+    """VeOmni #862: under HSDP the squares are summed over all ranks, and replicas have the same."""
+
+    def reduce(self, squares: Tensor) -> None:
+        dist.all_reduce(squares)
 
 
 class OwnShards(Loop):

@@ -22,6 +22,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, DIM) / 4)
         self.bias = nn.Parameter(torch.randn(EXPERTS, DIM))
         self.enter, self.chances, self.leave, self.first = same, same, same, 0
+        self.weighted = torch.mul  # a chance and what the expert computes
         self.bias_share = 1.0  # of what this rank adds
 
     def forward(self, x: Tensor, chances: Tensor) -> Tensor:
@@ -29,21 +30,23 @@ class Experts(nn.Module):
         y = torch.zeros_like(x)
         for i in range(len(self.w1)):
             out = F.silu(x @ self.w1[i]) @ self.w2[i] + self.bias_share * self.bias[i]
-            y = y + chances[:, self.first + i, None] * out
+            y = y + self.weighted(chances[:, self.first + i, None], out)
         return self.leave(y)
 
 
 class Router(nn.Module):
-    """Softmax over experts, of which the two largest count; the tokens of each are counted while training."""
+    """Softmax over experts, of which the two largest count; the tokens of each are counted while training.
+    `logits`: of the last forward, as `returned` gives them to an auxiliary loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(EXPERTS, DIM))
         self.register_buffer("tokens", torch.zeros(EXPERTS), persistent=False)
-        self.counted, self.softmax = same, lambda scores: scores.softmax(-1)
+        self.counted, self.returned = same, same
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.softmax(F.linear(x, self.weight))
+        logits = F.linear(x, self.weight)
+        self.logits, scores = self.returned(logits), logits.softmax(-1)
         top = scores.topk(2).indices
         chosen = torch.zeros_like(scores).scatter(-1, top, 1.0)
         if self.training:
@@ -81,16 +84,18 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """Logits, in chunks of half of the tokens. `enter`: what each chunk goes through; `leave`: its logits."""
+    """Logits, in chunks of half of the tokens. `enter`: what each chunk goes through; `linear`: computes its
+    logits; `leave`: what these go through."""
 
     def __init__(self) -> None:
         super().__init__(DIM, IDS, bias=False)
         self.enter: tuple[Callable[[Tensor], Tensor], ...] = (same, same)
+        self.linear: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (F.linear, F.linear)
         self.leave = same
 
     def forward(self, x: Tensor) -> Tensor:
-        chunks = [enter(part) for enter, part in zip(self.enter, x.chunk(2, 1), strict=True)]
-        return torch.cat([self.leave(F.linear(part, self.weight)) for part in chunks], 1)
+        parts = zip(self.enter, self.linear, x.chunk(2, 1), strict=True)
+        return torch.cat([self.leave(linear(enter(part), self.weight)) for enter, linear, part in parts], 1)
 
 
 class Model(nn.Module):
@@ -109,6 +114,13 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.joined(self.head(self.norm(x)))
+
+
+class ModelWithRouterLogits(Model):
+    """Gives logits, and those of each router."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(ids), *(layer.router.logits for layer in self.layers)
 
 
 def build() -> tuple[Model, tuple[Tensor]]:

@@ -2,10 +2,11 @@
 names begin with `bad`."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.gallery.collectives import copy_to, gathered, joined, scattered, sum_of, summed
@@ -26,15 +27,34 @@ def own_experts(experts: Experts, mesh: DeviceMesh, axis: str) -> None:
     experts.first = rank * len(experts.w1)
 
 
-def experts_over_tp(model: Model, mesh: DeviceMesh, bad: Bad = (), lost: str = "chances") -> None:
-    """Each tp rank has some of the experts and all tokens. torchtitan #2416: the gradient of the router's
-    probabilities is not summed (`lost` chances); #4054: nor is that of the tokens (`lost` enter)."""
+def of_unwritten_rows(chance: Tensor, out: Tensor) -> Tensor:
+    """Rows that no expert computes are left as memory was, NaN here, and masked, which a backward undoes:
+    0 x NaN."""
+    unwritten = out.masked_fill(chance == 0, torch.nan)
+    return torch.where(chance == 0, 0.0, chance * unwritten)
+
+
+def experts_over_tp(
+    model: Model,
+    mesh: DeviceMesh,
+    bad: Bad = (),
+    lost: tuple[str, ...] = ("chances",),
+    unwritten: Bad = (),
+) -> None:
+    """Each tp rank has some of the experts and all tokens.
+
+    torchtitan #2416, transformers #48205 (`bad`): the gradient of the router's probabilities is not summed;
+    torchtitan #4054 (`lost` has enter too): nor is that of the tokens. transformers #48205 again
+    (`unwritten`): rows that are not computed are not written either.
+    """
     group = mesh.get_group("tp")
     for name, experts in each(model, Experts):
         own_experts(experts, mesh, "tp")
         experts.enter, experts.chances, experts.leave = copy_to(group), copy_to(group), sum_of(group)
-        if name.startswith(bad):
-            setattr(experts, lost, same)
+        for part in lost if name.startswith(bad) else ():
+            setattr(experts, part, same)
+        if name.startswith(unwritten):
+            experts.weighted = of_unwritten_rows
 
 
 def split_experts(model: Model, mesh: DeviceMesh, bad: Bad = ()) -> None:
@@ -60,11 +80,12 @@ def counted_over_tp(model: Model, mesh: DeviceMesh, bad: Bad = ()) -> None:
         router.counted = own if name.startswith(bad) else lambda chosen: summed(own(chosen), group)
 
 
-def softmax_twice(model: Model, mesh: DeviceMesh, bad: Bad = ()) -> None:
-    """FSDP2, and a router of one's own. VeOmni #715: its softmax is computed twice."""
+def router_logits(model: Model, mesh: DeviceMesh, bad: Bad = ()) -> None:
+    """FSDP2, and a router of one's own. VeOmni #715: the logits that it gives to the auxiliary loss, which
+    computes their softmax, are past it."""
     for name, router in each(model, Router):
         if name.startswith(bad):
-            router.softmax = lambda scores: scores.softmax(-1).softmax(-1)
+            router.returned = lambda logits: logits.softmax(-1)
     fsdp(model, mesh)
 
 
@@ -86,13 +107,14 @@ def experts_over_dp(
             gather = gathered(group, 0)
             experts.chances = lambda chances, gather=gather: gather(chances).detach()
         for of, parameter in experts.named_parameters():
-            share = 0 if f"{name}.{of}".startswith(bad) else 2 if f"{name}.{of}".startswith(divided) else 1
-            parameter.register_hook(lambda gradient, share=share: gradient / group.size() ** share)
+            if not f"{name}.{of}".startswith(bad):
+                parameter.register_hook(lambda gradient: gradient / group.size())
     fsdp(model, mesh, {p for _, experts in each(model, Experts) for p in experts.parameters()})
 
 
 def replicas(model: Model, mesh: DeviceMesh, bad: Bad = ()) -> None:
-    """Replicas with a mean of gradients. AutoModel #3135: not of the experts'."""
+    """Replicas with a mean of gradients. AutoModel #3135: the mesh of a model with experts has lost its
+    replicas, whose gradients stay their own."""
     group = mesh.get_group("dp_replicate")
     for name, parameter in model.named_parameters():
         if not name.startswith(bad):
@@ -145,20 +167,29 @@ def split_head(model: Model, mesh: DeviceMesh, bad: tuple[int, ...] = ()) -> Non
     model.head.leave = joined(group, 2)
 
 
-class _Reordered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.view_as(x)
+class _Projection(torch.autograd.Function):
+    """Logits of x, flattened; in its `forward` torch notes no gradients, so a copy does not require one."""
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient.transpose(0, 1).reshape(gradient.shape)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, asks_copy: bool) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])  # of a view that has gaps, a copy
+        ctx.save_for_backward(rows, weight)
+        ctx.wanted = rows.requires_grad if asks_copy else ctx.needs_input_grad[0]
+        return (rows @ weight.T).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        rows, weight = ctx.saved_tensors
+        of_x = gradient @ weight if ctx.wanted else None
+        return of_x, gradient.flatten(0, -2).T @ rows, None
 
 
-def trunk_of_views(model: Model, mesh: DeviceMesh, bad: tuple[int, ...] = ()) -> None:
-    """FSDP2 with a fused head. VeOmni #1017: of an input that is not contiguous the trunk's gradient is
-    written in another order, in the chunks `bad`."""
-    model.head.enter = tuple(_Reordered.apply if chunk in bad else same for chunk in (0, 1))
+def fused_head(model: Model, mesh: DeviceMesh, bad: tuple[int, ...] = ()) -> None:
+    """FSDP2 with a fused head. VeOmni #1017: it asks a copy of its input whether a gradient is wanted, so
+    that of the trunk is dropped, in the chunks `bad`."""
+    model.head.linear = tuple(
+        lambda x, weight, asks_copy=chunk in bad: _Projection.apply(x, weight, asks_copy) for chunk in (0, 1)
+    )
     fsdp(model, mesh)
 
 
@@ -169,6 +200,13 @@ def lost_values(model: Model, mesh: DeviceMesh, bad: Bad = ()) -> None:
             if name.startswith(bad):
                 parameter.normal_(generator=torch.Generator().manual_seed(1))
     fsdp(model, mesh)
+
+
+def hsdp(model: Model, mesh: DeviceMesh) -> None:
+    """HSDP of replicas that have one rank each."""
+    grid = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=grid)
 
 
 def fsdp(model: Model, mesh: DeviceMesh, ignored: set[nn.Parameter] | None = None) -> None:
