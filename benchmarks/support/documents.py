@@ -1,11 +1,16 @@
-"""What commands print, in the pages that show it: every block of OUTPUTS is made again, line by line."""
+"""What commands print, in the pages that show it: every block of OUTPUTS and EXAMPLES is made again, line by
+line, also by `python -m benchmarks.support.documents`."""
 
 import contextlib
 import difflib
 import io
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.tools.plan.__main__ import main
@@ -21,6 +26,16 @@ OUTPUTS: Mapping[Path, Mapping[str, Sequence[str]]] = {
     ROOT / "README.md": {"why:": BEST_70B},
     ROOT / "docs" / "planner.md": {"mesh:": BEST_70B, "GPUs  tp": SCALING_8B},
 }
+# page -> the first words of its blocks, and what Python runs, in a folder with the page's own programs
+CHECK = ("-m", "tools.check", "--model.factory=mine:build")
+EXAMPLES: Mapping[Path, Mapping[str, Sequence[str]]] = {
+    ROOT / "README.md": {
+        "mesh:": (*CHECK, "--dp_shard=2", "--tp=2"),
+        "79 tensors": (*CHECK, "--sharded=mine:shard", "--dp_shard=1", "--tp=2"),
+    },
+}
+ROUNDING = re.compile(r"\d\.\de-0[5-9]")  # a difference of two runs, which every run has another of
+PROGRAM = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LEAST_ALIKE = 0.6  # of a line and the one that replaces it, without numbers
 
 
@@ -32,14 +47,47 @@ def printed(arguments: Sequence[str]) -> list[str]:
     return re.sub(r"\n {2}(?=\S)(?!.* {2})", " ", text.getvalue()).splitlines()
 
 
+def printed_by_example(page: Path, command: Sequence[str]) -> list[str]:
+    """Return the lines that a command of EXAMPLES prints. A page's programs are its blocks of Python that
+    begin with their file's name. Raises BenchError if the command fails; exit code 1 is a check's finding."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, program in PROGRAM.findall(page.read_text(encoding="utf-8")):
+            (Path(folder) / name).write_text(program, encoding="utf-8")
+        for name in ("tools", "meshwright"):
+            (Path(folder) / name).symlink_to(ROOT / name)
+        python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
+        )
+    if done.returncode not in (0, 1) or not done.stdout:
+        raise BenchError(f"python {' '.join(command)}: exit code {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout.splitlines()
+
+
 def refresh_outputs() -> None:
     """Make the blocks of all pages again."""
-    for page, blocks in OUTPUTS.items():
+    for page in OUTPUTS:
         text = page.read_text(encoding="utf-8")
-        for first, arguments in blocks.items():
-            block = block_of(text, first)
-            text = text.replace(block, refreshed(block, printed(arguments)))
+        for block, today in (*predictions_of_today(page), *examples_of_today(page)):
+            text = text.replace(block, today)
         page.write_text(text, encoding="utf-8")
+
+
+def predictions_of_today(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield each block of OUTPUTS on a page, and what it should be."""
+    text = page.read_text(encoding="utf-8")
+    for first, arguments in OUTPUTS[page].items():
+        block = block_of(text, first)
+        yield block, refreshed(block, printed(arguments))
+
+
+def examples_of_today(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield each block of EXAMPLES on a page, and what it should be."""
+    text = page.read_text(encoding="utf-8")
+    for first, command in EXAMPLES.get(page, {}).items():
+        block = block_of(text, first)
+        yield block, refreshed(block, printed_by_example(page, command), breaks=False)
 
 
 def block_of(text: str, first: str) -> str:
@@ -50,14 +98,16 @@ def block_of(text: str, first: str) -> str:
     return found[1]
 
 
-def refreshed(block: str, lines: Sequence[str]) -> str:
-    """Return the block with each of its lines as it is printed now, and ... as it is. Lines that a page
-    breaks go on with two spaces. Raises BenchError for a line of which nothing alike is printed."""
+def refreshed(block: str, lines: Sequence[str], breaks: bool = True) -> str:
+    """Return the block with each of its lines as it is printed now, and ... as it is. Lines that the page
+    breaks, if it does, go on with two spaces. Raises BenchError if nothing like a line is printed."""
     width = max(map(len, block.splitlines()))
     shown = []
-    for item in re.split(r"\n(?! {2}\S)", block):
+    for item in re.split(r"\n(?! {2}\S)" if breaks else r"\n", block):
         whole = " ".join(line.strip() for line in item.splitlines())
         new = whole if whole == "..." else _most_alike(whole if "\n" in item else item, lines)
+        if ROUNDING.sub("", new) == ROUNDING.sub("", item):
+            new = item
         is_text = new.startswith("- ")
         shown += textwrap.wrap(new, max(width, 80), subsequent_indent="  ") if is_text else [new]
     return "\n".join(shown)
@@ -81,3 +131,7 @@ def replace_part(page: Path, part: str) -> None:
     """Write what stands between the marks of a page."""
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n\n{part}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    refresh_outputs()

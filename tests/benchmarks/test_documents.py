@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import pictures
 from benchmarks.scaling import PAGE, predict_row
-from benchmarks.support.documents import OUTPUTS, ROOT, block_of, printed, refreshed
+from benchmarks.support.documents import ROOT, block_of, examples_of_today, predictions_of_today, refreshed
 from meshwright.parallel.planner.hardware import load_hardware
 from meshwright.tools.processes import BenchError
 
@@ -36,10 +36,8 @@ def test_every_picture_is_taken_by_a_command(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.sampled(3)
 def test_the_readme_and_the_page_on_scaling_have_todays_figures() -> None:
-    page = ROOT / "README.md"
-    for first, arguments in OUTPUTS[page].items():
-        block = block_of(page.read_text(encoding="utf-8"), first)
-        assert refreshed(block, printed(arguments)) == block, "python -m benchmarks.scaling --write"
+    for block, today in predictions_of_today(ROOT / "README.md"):
+        assert today == block, "python -m benchmarks.support.documents"
     rows = PAGE.read_text(encoding="utf-8").splitlines()
     for model, kind, gpus in (
         ("llama_8b", "h100-sxm", 8),
@@ -48,3 +46,11 @@ def test_the_readme_and_the_page_on_scaling_have_todays_figures() -> None:
     ):
         cells = predict_row(model, load_hardware()[kind], gpus).cells()
         assert f"| {' | '.join(cells)} |" in rows, "python -m benchmarks.scaling --write"
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(10)
+def test_the_programs_of_the_readme_print_what_it_shows() -> None:
+    pytest.importorskip("accelerate", reason="without it transformers splits no tensors")
+    for block, today in examples_of_today(ROOT / "README.md"):
+        assert today == block, "python -m benchmarks.support.documents"

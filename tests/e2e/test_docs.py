@@ -28,7 +28,7 @@ from tests.support.launch import ROOT, TINY, environment, family, kill
 from tests.support.nested import NESTED
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-CONTRIBUTING = "CONTRIBUTING.md"  # its commands run tests
+DEVELOPERS = ("CONTRIBUTING.md", "AGENTS.md")  # their commands run tests
 ELSEWHERE = {
     r"pytest -m 'not slow'": "the test suite itself: .ci/run starts it from the README",
     r"mine:build|mine\.py": "tests/e2e/test_your_model.py",
@@ -287,7 +287,7 @@ def test_the_keys_of_every_command_are_those_of_its_tool() -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    for page in (*PAGES, CONTRIBUTING):
+    for page in (*PAGES, *DEVELOPERS):
         text = (ROOT / page).read_text(encoding="utf-8")
         assert "@@" not in text, f"{page} contains the placeholder @@"
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
@@ -301,7 +301,7 @@ def test_the_index_lists_every_page() -> None:
 
 
 def test_every_tool_and_config_that_the_pages_name_is_there() -> None:
-    for page in (*PAGES, CONTRIBUTING):
+    for page in (*PAGES, *DEVELOPERS):
         text = (ROOT / page).read_text(encoding="utf-8")
         for module in re.findall(
             r"python -m (?:meshwright\.)?((?:tools|train|tests|benchmarks)(?:\.[a-z]\w*)+)", text
