@@ -44,12 +44,17 @@ def judged(subject: Subject, ranks: Sequence[RankRecord]) -> CheckReport:
     return compare_recorded(subject.mesh, record_twin(subject, ranks), ranks)
 
 
+def subject_of(pair: Pair, folder: Path) -> Subject:
+    """Return what check is given. `folder`: for a loop's checkpoint."""
+    return Subject(pair.build, pair.shard, MeshPlan(**ONE_RANK | pair.degrees), pair.loop, folder)
+
+
 def check_pair(pair: Pair) -> CheckReport:
     """Check a pair on ranks that are forked. Raises RankError."""
     with tempfile.TemporaryDirectory(prefix="meshwright-legal-") as folder:
-        mesh = MeshPlan(**ONE_RANK | pair.degrees)
-        subject = Subject(pair.build, pair.shard, mesh, pair.loop, Path(folder))
-        report: CheckReport = run_forked(1, judged, subject, run_forked(mesh.world_size, records, subject))
+        subject = subject_of(pair, Path(folder))
+        ranks = run_forked(subject.mesh.world_size, records, subject)
+        report: CheckReport = run_forked(1, judged, subject, ranks)
     return report
 
 
