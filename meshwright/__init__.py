@@ -1,4 +1,4 @@
-"""Train Llama models with PyTorch's own parallelism and torch.compile, as one plan describes.
+"""Shard and train transformers with PyTorch's own parallelism and torch.compile, as one plan describes.
 
 In a checkout the subpackages are symbolic links to the folders next to this one. Import every module through
 this package, such as `from meshwright.parallel.apply import apply_plan`: a module imported under two names

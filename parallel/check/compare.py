@@ -72,7 +72,7 @@ class Comparison:
         if frozen := set(self.ranks[0].frozen) - set(self.twin.frozen):
             yield f"the sharding freezes {len(frozen)} parameters: {', '.join(sorted(frozen)[:3])} ..."
         if len(differences) > 1 and not any(each.kind for each in differences) and not self.twin.parts:
-            yield "all parts of the batch do not weigh alike? As in a mean over each rank or micro batch"
+            yield "no factor in common: does the loss weigh rows otherwise, as a mean over each rank does?"
         if differences and all(TOLERANCE < each.error < NARROW for each in differences):
             yield f"a narrower dtype? Shard in float32 to know, or allow its rounding: --tolerance {NARROW}"
 
