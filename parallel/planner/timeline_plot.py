@@ -109,6 +109,12 @@ class Panel:
                 inside[color_key(event)].append(event)
         return {kind: events for kind, events in inside.items() if events}
 
+    @property
+    def rows(self) -> Sequence[str]:
+        """The lanes that have events in the window."""
+        used = {ROWS.get(kind, COMPUTE) for kind in self.events}
+        return [row for row in dict.fromkeys(ROWS.values()) if row in used] or [COMPUTE]
+
 
 def with_default_style(draw: Callable[P, T]) -> Callable[P, T]:
     """Decorate `draw` to run with matplotlib's default settings, so that a user's matplotlibrc (as
@@ -159,13 +165,10 @@ def draw_timeline(timeline: Timeline, title: str) -> "Figure":
 
 @with_default_style
 def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
-    """Return a figure with a title, a legend of the compute lane's colors, and the panels below each other,
-    those of one kind with the same lanes."""
+    """Return a figure with a title, a legend of the colors of computing, and the panels below each other."""
     assert all(panel.timeline.step_s > 0 for panel in panels), "cannot draw a step of 0 s"
     kinds = {kind for panel in panels for kind in panel.events}
-    rows_of = {large: _rows(panel for panel in panels if panel.large == large) for large in (False, True)}
-    heights = [OVER + LANE * len(rows_of[panel.large]) + UNDER for panel in panels]
-    height = HEAD + sum(heights)
+    height = HEAD + sum(OVER + LANE * len(panel.rows) + UNDER for panel in panels)
     figure = new_figure(WIDTH, height)
     from matplotlib.patches import Patch
 
@@ -182,29 +185,24 @@ def draw_panels(title: str, panels: Sequence[Panel]) -> "Figure":
     keys = [Patch(color=color, label=name) for name, color in names.items()]
     figure.legend(handles=keys, ncols=len(keys) or 1, columnspacing=1.1, handletextpad=0.5, **place, **style)
     top = HEAD
-    for panel, panel_height in zip(panels, heights, strict=True):
-        rows, lanes = rows_of[panel.large], panel_height - OVER - UNDER
+    for panel in panels:
+        lanes = LANE * len(panel.rows)
         write_line(figure, top + 16, panel.heading, BODY + 1, bold=panel.large)
         bottom = 1 - (top + OVER + lanes) / height
         axes = figure.add_axes((LEFT / WIDTH, bottom, LANES_WIDTH / WIDTH, lanes / height))
-        _draw_frame(axes, panel, rows)
-        _draw_bars(axes, panel, rows)
-        top += panel_height
+        _draw_frame(axes, panel)
+        _draw_bars(axes, panel)
+        top += OVER + lanes + UNDER
     return figure
 
 
-def _rows(panels: Iterable[Panel]) -> Sequence[str]:
-    """Return the lanes in which any of the panels has a bar."""
-    used = {ROWS.get(kind, COMPUTE) for panel in panels for kind in panel.events}
-    return [row for row in dict.fromkeys(ROWS.values()) if row in used] or [COMPUTE]
-
-
-def _draw_frame(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
+def _draw_frame(axes: "Axes", panel: Panel) -> None:
     """Draw the labeled lanes, the time axis, the marked span, and above the lanes the labels that fit."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     start_ms, end_ms = (1e3 * time_s for time_s in panel.window)
     last_ms = min(end_ms, 1e3 * panel.timeline.step_s)
+    rows = panel.rows
     middles = [row + BAR / LANE / 2 for row in range(len(rows))]
     axes.set(xlim=(start_ms, end_ms), ylim=(len(rows), 0), facecolor="none", axisbelow=True)
     axes.set_yticks(middles, rows)
@@ -231,12 +229,12 @@ def _draw_frame(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
             axes.annotate(one_line(name), middle, (0, 14), ha="center", parse_math=False, **style)
 
 
-def _draw_bars(axes: "Axes", panel: Panel, rows: Sequence[str]) -> None:
+def _draw_bars(axes: "Axes", panel: Panel) -> None:
     """Draw the bars, kind by kind. In the strip, bars of exposed time extend below their lane, so that very
     thin ones are visible."""
     start_s, end_s = panel.window
     for kind, events in panel.events.items():
-        middle = rows.index(ROWS.get(kind, COMPUTE)) + BAR / LANE / 2
+        middle = panel.rows.index(ROWS.get(kind, COMPUTE)) + BAR / LANE / 2
         foot = 0 if panel.large or kind not in (EXPOSED, HOST_BOUND) else LANE - BAR - 1
         # In the compute lane a widened bar would cover its neighbor.
         thinnest_s = THIN * panel.point_s if kind in ROWS else 0.0

@@ -46,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = compare_with_plan(analysis, measured)
     if picture is not None:
         subject = analysis.run.name if analysis.run else analysis.trace.name
-        title = f"{subject}: step {analysis.step.number}, rank {analysis.rank}"
+        step = f"step {analysis.step.number}, rank {analysis.rank}"
         if plan.predicted:
             kind = str(analysis.facts.get("device_name", "devices"))
-            title = plan.predicted.title(title, kind, measured.step_s)
+            title = f"{plan.predicted.title(subject, kind, measured.step_s)} ({step})"
             figure = draw_against(plan.predicted.timeline, measured, title)
         else:
-            figure = draw_timeline(measured, f"{title}; measured")
+            figure = draw_timeline(measured, f"{subject}; measured ({step})")
         write_atomically(picture, picture_bytes(figure, picture.suffix))
     if options.json:
         print(json.dumps(make_document(analysis, kernels, plan), indent=2))
