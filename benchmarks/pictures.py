@@ -24,7 +24,10 @@ from meshwright.train.calibration.compute import cpu_model
 DOCS = ROOT / "docs"
 DRAWN = re.compile(r"^python -m tools\.plan (.*) --timeline docs/(\S+)$", re.MULTILINE)
 MACHINE = re.compile(r"(on two gloo ranks \().*?(\),\sprofiled)", re.DOTALL)  # of the measured step
-PROFILED = ("--train.steps=20", "--profile.start=10", "--profile.all_ranks=true")
+PROFILED = (
+    *("--train.steps=20", "--profile.start=10", "--profile.all_ranks=true"),
+    *("--parallel.plan=auto", "--parallel.dp_replicate=1", "--parallel.tp=1"),
+)
 SWEEP = """\
 config: llama_debug.yaml
 overrides:
