@@ -59,12 +59,14 @@ def check_pair(pair: Pair) -> CheckReport:
 
 
 def try_pair(pair: Pair) -> dict[str, Any]:
-    """Return the row of a pair."""
+    """Return the row of a pair. Raises BenchError for a library that is not installed."""
     start = time.perf_counter()
     row: dict[str, Any] = {"pair": pair.name, "fault": pair.fault, "right": False, "hints": (), "report": ""}
     try:
         report = check_pair(pair)
     except RankError as error:
+        if str(error).startswith("ModuleNotFoundError"):
+            raise BenchError(f"{pair.name}: {error}: pip install -e '.[zoo]'") from error
         return row | {"report": str(error), "seconds": time.perf_counter() - start}
     found = any(pair.fault in each.kind for each in report.differences)
     return row | {
@@ -100,8 +102,8 @@ def line_of(row: dict[str, Any]) -> str:
 def result_of(row: dict[str, Any]) -> str:
     if not row["right"]:
         return "**fault not found**" if row["fault"] else "**false alarm**"
-    hints = "".join(f"; {hint}" for hint in row["hints"] if hint.startswith("nothing"))
-    same = f"the same, {row['largest']:.1e} of {row['compared']} tensors{hints}"
+    whole = "; nothing is sharded" * any(hint.startswith("nothing is sharded") for hint in row["hints"])
+    same = f"the same, {row['largest']:.1e} of {row['compared']} tensors{whole}"
     return "fault found" if row["fault"] else same
 
 
@@ -113,7 +115,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         of_model = {pair.sharding: found.pop(pair.name) for pair in pairs if pair.name in found}
         cells = [cell(of_model.get(sharding)) for sharding in head[1:]]
         usual += [f"| {model} | {' | '.join(cells)} |"] if of_model else []
-    others = [f"| {name} | {result_of(row).partition(';')[0]} |" for name, row in found.items()]
+    others = [f"| {name} | {result_of(row)} |" for name, row in found.items()]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *usual, ""] if usual else []
     lines += ["| model, sharding, mesh | check says |", "|---|---|", *others, ""] if others else []
     legal, faults = ([row for row in rows if bool(row["fault"]) == wrong] for wrong in (False, True))
