@@ -17,9 +17,10 @@ from benchmarks.legal.pairs import BY_HAND, FULL, PAIRS, THEIRS, Pair, pairs_of_
 from benchmarks.support.forked_ranks import RankError, run_forked
 from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
 from meshwright.parallel.check.compare import compare_recorded
-from meshwright.parallel.check.foreign import Subject, record_rank, record_twin
+from meshwright.parallel.check.foreign import record_rank, record_twin
 from meshwright.parallel.check.recorded import RankRecord
 from meshwright.parallel.check.report import CheckReport
+from meshwright.parallel.check.subject import Subject
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.processes import BenchError
 

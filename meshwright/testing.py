@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from meshwright.parallel.check.foreign import Subject
+from meshwright.parallel.check.foreign import check_sharding
 from meshwright.parallel.check.kinds import TOLERANCE
 from meshwright.parallel.check.report import CheckReport
-from meshwright.parallel.check.sharding import check_sharding
+from meshwright.parallel.check.subject import Subject
 from meshwright.parallel.plan.schema import MeshPlan
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meshwright.parallel.check.check import check
-from meshwright.parallel.check.foreign import Subject
+from meshwright.parallel.check.foreign import check_sharding
 from meshwright.parallel.check.kinds import TOLERANCE
 from meshwright.parallel.check.report import CheckReport
-from meshwright.parallel.check.sharding import check_sharding
+from meshwright.parallel.check.subject import Subject
 from meshwright.parallel.config import CompileConfig, ParallelConfig
 from meshwright.parallel.fsdp import Gradients
 from meshwright.parallel.model.describe import describe

@@ -79,8 +79,8 @@ class Comparison:
     def _missing_too(self, present: list[Seen]) -> list[Seen]:
         """Return what is present at a moment and what the ranks lack there, each tied parameter once: outputs
         first, then from the last parameter to the first, as a backward reaches them."""
-        moment = present[0].moment
-        lacking = [seen for seen in self.twin.tensors if seen.moment == moment and seen not in present]
+        there, moment = set(present), present[0].moment
+        lacking = [seen for seen in self.twin.tensors if seen.moment == moment and seen not in there]
         again = self.twin.tied.keys() & self.ranks[0].tied.keys()
         once = [seen for seen in (*lacking[::-1], *present[::-1]) if seen.name not in again]
         return sorted(once, key=lambda seen: seen.what != "output")
@@ -109,7 +109,7 @@ class Comparison:
                 return Mismatch(
                     seen.moment, str(seen), math.inf, math.nan, "one process has no gradient of it"
                 )
-            return f"{seen}, which one process does not have" if seen.what != "gradient" else _nothing(seen)
+            return f"{seen}, which one process does not have"
         whole = [t if t is not None else torch.zeros(()) for t in expected]
         lacking = [rank for rank, tensor in enumerate(found) if tensor is None and bool(whole[rank].any())]
         if lacking:
@@ -133,13 +133,10 @@ class Comparison:
         return mismatch if error <= self.tolerance else replace(mismatch, kind=self._kind(seen, whole, have))
 
     def _kind(self, seen: Seen, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
-        first = self.twin.tied.get(seen.name)
-        if (
-            seen.what == "gradient"
-            and (first or seen.name in self.twin.tied.values())
-            and not self.ranks[0].tied
-        ):
-            return f"tied with {first or 'others'} on one process, but a parameter of its own here"
+        apart = self.twin.tied.items() - self.ranks[0].tied.items()
+        others = [of if name == seen.name else name for name, of in apart if seen.name in (name, of)]
+        if seen.what == "gradient" and others:
+            return f"tied with {' and '.join(others)} on one process, but a parameter of its own here"
         if seen.what == "value" and seen.moment == START:
             lost = "the values are not those that the model had before it was sharded"
             told = kind(expected[0], found, None, self.mesh) if not self._uneven(seen) else ""
@@ -152,8 +149,7 @@ class Comparison:
                 if relative_error(*pair)[0] > TOLERANCE
             ]
             return kinds.pop() if len(kinds) == 1 else f"on rank {', '.join(wrong)}"
-        parts = self.twin.parts.get(replace(seen, name=first or seen.name))
-        return kind(expected[0], found, None if parts is None else parts, self.mesh)
+        return kind(expected[0], found, self.twin.parts.get(seen), self.mesh)
 
     def _uneven(self, seen: Seen) -> bool:
         """Whether ranks hold different parts of a tensor."""
@@ -168,10 +164,6 @@ class Comparison:
         groups = [*groups_over(self.mesh, ("cp", "tp"))]
         alike = all(torch.equal(found[rank], found[group[0]]) for group in groups for rank in group)
         return alike and any(not torch.equal(found[group[0]], found[groups[0][0]]) for group in groups)
-
-
-def _nothing(seen: Seen) -> str:
-    return f"{seen}, which has none"
 
 
 def compare_recorded(

@@ -1,5 +1,5 @@
-"""What the processes of a check of somebody else's sharding compute: the ranks, with the model as their
-function has sharded it, and their twin, one process with the unsharded model.
+"""Proves that a model which somebody else's code has sharded trains as it does on one process: what the ranks
+record, with the model as their function has sharded it, and their twin, one process with the unsharded model.
 
 Both get the same values, rows and random numbers. Without a loop of theirs a step is two micro batches of a
 random linear form of the outputs, in which every element of every output counts, and plain SGD. Each rank of
@@ -8,115 +8,61 @@ by one, and keeps the gradient of each, which is what tells a wrong reduction fr
 """
 
 import copy
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
 
-from meshwright.parallel.check.kinds import FLOOR, NARROW, common_factor, joined_gradients, relative_error
-from meshwright.parallel.check.recorded import AXES, START, RankRecord, Seen, data_rank
-from meshwright.parallel.check.values import moved, whole_outputs, with_random_ids
+from meshwright.parallel.check.compare import compare_recorded
+from meshwright.parallel.check.kinds import (
+    FLOOR,
+    NARROW,
+    TOLERANCE,
+    common_factor,
+    joined_gradients,
+    relative_error,
+)
+from meshwright.parallel.check.processes import run_ranks
+from meshwright.parallel.check.recorded import START, RankRecord, Seen, data_rank
+from meshwright.parallel.check.report import CheckReport
+from meshwright.parallel.check.subject import MICRO_BATCHES, Subject
+from meshwright.parallel.check.values import whole_outputs
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import full_tensor
 from meshwright.parallel.mesh import gather_from_all
-from meshwright.parallel.model.forward import Example, example_or_tokens
-from meshwright.parallel.model.parts import call, rows_of, some_rows
-from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.model.forward import Example
+from meshwright.parallel.model.parts import call, some_rows
 
-STEPS, MICRO_BATCHES = 2, 2
-MOST_PARAMETERS = 50_000_000
+STEPS = 2
 LOADED = ", loaded"  # ends the names of moments after a load
 LR = 1e-2  # of the step between two comparisons: large enough that what it changes is seen
 # parts of names of parameters that wrappers add
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-@dataclass(frozen=True)
-class Subject:
-    """Whose sharding is checked.
+def check_sharding(subject: Subject, tolerance: float = TOLERANCE) -> CheckReport:
+    """Run the model on the mesh and on one process, and compare values, outputs, gradients, updates and an
+    evaluation; with a loop of theirs what its optimizers get, updates, and a step after a load.
 
     Args:
-        build: returns the model, with values, or the model and an example of its arguments
-        shard: shards a model over a mesh, and returns it; None: it did so in place
-        mesh: its degrees
-        loop: of a model and a mesh, None on one process: has `step(batches)`, which returns the loss or
-            None, and if `save(folder)` and `load(folder)`, these are checked too; None: the check's own
-        folder: for what the loop saves
-        device: "cpu" or "cuda"
-        equal_rows: whether each micro batch of each rank has as many rows
+        tolerance: of a relative difference, in float32
+
+    Raises PlanError if a process fails: its model or functions cannot be sent to it, or raise.
     """
-
-    build: Callable[[], Any]
-    shard: Callable[[nn.Module, DeviceMesh], nn.Module | None]
-    mesh: MeshPlan
-    loop: Callable[[nn.Module, DeviceMesh | None], Any] | None = None
-    folder: Path = Path()
-    device: str = "cpu"
-    equal_rows: bool = False
-
-    def start(self) -> tuple[nn.Module, Example]:
-        """Return the model with moved values, and enough rows of the example."""
-        torch.manual_seed(0)
-        model, example = self.built()
-        if meta := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
-            raise PlanError(f"check: {meta[0]} is on the meta device: give a model with values")
-        if (count := sum(p.numel() for p in model.parameters())) > MOST_PARAMETERS:
-            raise PlanError(
-                f"check: {count:,} parameters are too many, as each process keeps a dozen copies: give a "
-                f"model of the same classes of at most {MOST_PARAMETERS:,}"
-            )
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), moved(model).values(), strict=True):
-                parameter.data = value
-        rows = sum(itertools.chain(*self.rows()))
-        probe = copy.deepcopy(model)  # a forward may write buffers
-        example = with_random_ids(probe, repeated_rows(example, rows), anew=rows_of(example) < rows)
-        moved_example: Example = tree_map_only(Tensor, lambda t: t.to(self.device), example)
-        return model.to(self.device).train(), moved_example
-
-    def built(self) -> tuple[nn.Module, Example]:
-        """Return the model, and its example: of tokens, if it gives none."""
-        result = self.build()
-        model, example = (*result, None)[:2] if isinstance(result, tuple) else (result, None)
-        return model, example_or_tokens(model, example)
-
-    def device_mesh(self) -> DeviceMesh:
-        """Return the mesh, with the axes of more than one rank."""
-        sizes = {axis: size for axis in AXES if (size := getattr(self.mesh, axis)) > 1} or {"dp_shard": 1}
-        return init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-    def sharded(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        found = self.shard(model, mesh)
-        if not isinstance(found, nn.Module | None):
-            raise PlanError(f"check: {self.shard} returned {type(found).__name__}, not a model or None")
-        return (model if found is None else found).train()
-
-    def rows(self) -> list[list[int]]:
-        """Return the number of rows of each micro batch of each data-parallel rank."""
-        return [
-            [2 if self.equal_rows else 1 + (rank + number) % 3 for number in range(MICRO_BATCHES)]
-            for rank in range(self.mesh.data_parallel)
-        ]
-
-    def batches(self, example: Example, step: int) -> list[list[Example]]:
-        """Return the micro batches of each data-parallel rank in a step, of which each has other rows."""
-        example = tree_map_only(Tensor, lambda t: t.roll(step, 0) if rows_of((t,)) > 1 else t, example)
-        found, start = [], 0
-        for counts in self.rows():
-            ends = [start + end for end in itertools.accumulate(counts, initial=0)]
-            found.append([some_rows(example, *pair) for pair in itertools.pairwise(ends)])
-            start = ends[-1]
-        return found
+    with tempfile.TemporaryDirectory(prefix="meshwright-saved-") as folder:
+        subject = dataclasses.replace(subject, folder=Path(folder))
+        ranks = run_ranks(record_rank, subject.mesh.world_size, (subject,), subject.device)
+        twin = run_ranks(record_twin, 1, (subject, ranks), subject.device)[0]
+    return compare_recorded(subject.mesh, twin, ranks, tolerance)
 
 
 def record_rank(subject: Subject) -> RankRecord:
@@ -217,12 +163,11 @@ def _record_loop(
     last. One process gets all rows of a step as one batch, and steps with the gradients of the `ranks`."""
 
     def run(loop: Any, model: nn.Module, step: int, moment: str) -> None:
-        batches = subject.batches(example, step)
+        """Record one step of a loop."""
         if mesh is None:
-            rows = sum(rows_of(part) for part in itertools.chain(*batches))
-            own = [some_rows(tree_map_only(Tensor, lambda t: t.roll(step, 0), example), 0, rows)]
+            own = [subject.rows_of_step(example, step)]
         else:
-            own = batches[data_rank(subject.mesh, dist.get_rank())]
+            own = subject.batches(example, step)[data_rank(subject.mesh, dist.get_rank())]
         with gradients_of_optimizers(model, joined_gradients(found, ranks, moment)) as caught:
             loss = loop.step(own)
         found.tensors |= {Seen(moment, "gradient", name): gradient for name, gradient in caught.items()}
@@ -248,7 +193,7 @@ def _record_loop(
         anew = {seen: tensor for seen, tensor in found.tensors.items() if seen.moment in moments}
         for seen, tensor in anew.items():
             if seen.what != "buffer" or seen.name in saved:
-                found.tensors[replace(seen, moment=f"{seen.moment}{LOADED}")] = tensor
+                found.tensors[dataclasses.replace(seen, moment=f"{seen.moment}{LOADED}")] = tensor
         return
     torch.manual_seed(1)
     model = subject.sharded(subject.built()[0].to(subject.device).train(), mesh)
@@ -358,22 +303,15 @@ def evaluation(model: nn.Module, part: Example) -> list[Tensor]:
 
 def is_random(model: nn.Module, example: Example) -> bool:
     """Return whether a model in training mode draws random numbers."""
-    before = torch.get_rng_state()
+
+    def states() -> list[Tensor]:
+        on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+        return [torch.get_rng_state(), *on_gpu]
+
+    before = states()
     with torch.no_grad():
         call(model, some_rows(example, 0, 1))
-    return not torch.equal(before, torch.get_rng_state())
-
-
-def repeated_rows(example: Example, rows: int) -> Example:
-    """Return an example with at least so many rows: its own, again and again."""
-    have = rows_of(example)
-    index = torch.arange(max(rows, have)) % max(have, 1)
-
-    def repeat(tensor: Tensor) -> Tensor:
-        return tensor[index] if tensor.dim() and tensor.shape[0] == have else tensor
-
-    found: Example = tree_map_only(Tensor, repeat, example)
-    return found
+    return not all(map(torch.equal, before, states()))
 
 
 def _seed(rank: int, number: int) -> int:

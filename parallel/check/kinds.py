@@ -148,13 +148,13 @@ def _of_parts(found: Sequence[Tensor], parts: Tensor, mesh: MeshPlan) -> str:
     flat = parts.flatten(0, 1).flatten(1).double()
     if flat.shape[1] < 3 * len(flat):
         return ""  # too few numbers to tell parts apart
-    weights = []
+    of_ranks = []
     for tensor in found:
         solved = torch.linalg.lstsq(flat.T, tensor.flatten().double()[:, None]).solution[:, 0]
         if relative_error(flat.T @ solved, tensor.flatten().double(), tolerance=1e-3)[0] > 1e-3:
             return ""
-        weights.append((solved / solved.abs().max()).view(ranks, micro_batches).round(decimals=2))
-    used = torch.stack(weights)  # [mesh ranks, data-parallel ranks, micro batches]
+        of_ranks.append((solved / solved.abs().max()).view(ranks, micro_batches).round(decimals=2))
+    used = torch.stack(of_ranks)  # [mesh ranks, data-parallel ranks, micro batches]
     of_rank, of_number = used.abs().sum(2) > 0.05, used.abs().sum((0, 1)) > 0.05
     if not bool(of_number.all()):
         return f"only of micro batch {', '.join(str(int(i) + 1) for i in of_number.nonzero())}"
@@ -167,8 +167,12 @@ def _of_parts(found: Sequence[Tensor], parts: Tensor, mesh: MeshPlan) -> str:
             return f"only this rank's part: not reduced over {' and '.join(axes)}"
     if torch.equal(of_rank, of_rank[:1].expand_as(of_rank)) and not bool(of_rank.all()):
         return f"only the part of data-parallel rank {', '.join(str(int(i)) for i in of_rank[0].nonzero())}"
-    of_parts = " ".join(f"{weight:g}" for weight in used[0].flatten().tolist())
-    return f"the parts of the batch weigh {of_parts} (by data-parallel rank and micro batch), not alike"
+    if torch.equal(used, used[:1, :1].expand_as(used)):
+        most, least = int(used[0, 0].argmax()), int(used[0, 0].argmin())
+        times = float(used[0, 0, most] / used[0, 0, least])
+        return f"micro batch {most + 1} counts {times:.3g} times as much as micro batch {least + 1}"
+    weights = " ".join(f"{weight:g}" for weight in used[0].flatten().tolist())
+    return f"the parts of the batch weigh {weights} (by data-parallel rank and micro batch), not alike"
 
 
 def _is_partial(expected: Tensor, found: Sequence[Tensor], mesh: MeshPlan, axis: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from meshwright.parallel.errors import PlanError
 
@@ -37,7 +37,13 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
             ) from error
         # forked from one process that has imported ours: torch takes seconds to import
         set_forkserver_preload([module for module in sys.modules if module.startswith("meshwright.")])
-        start_processes(_run_rank, (ranks, name, device), ranks, start_method="forkserver")
+        try:
+            start_processes(_run_rank, (ranks, name, device), ranks, start_method="forkserver")
+        except ProcessException as error:
+            raise PlanError(
+                "check: a process ended before its work: what it printed says why. The script that calls it "
+                'needs `if __name__ == "__main__":`, because processes import it'
+            ) from error
         results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     errors = [result for result in results if isinstance(result, RankError)]
     if errors:

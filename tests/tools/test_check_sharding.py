@@ -44,6 +44,11 @@ def reduced_again(model: Model, mesh: DeviceMesh) -> None:
     sums(model, mesh, again=ALL)
 
 
+def untied(model: Model, mesh: DeviceMesh) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    fsdp(model, mesh)
+
+
 def nothing_left(model: Model, mesh: DeviceMesh) -> None:
     for parameter in model.parameters():
         parameter.register_hook(torch.zeros_like)
@@ -65,7 +70,7 @@ def test_a_right_sharding_passes_and_a_wrong_one_fails_a_test() -> None:
     report = assert_same(build, fsdp)
     assert report.same
     assert report.compared > 100
-    with pytest.raises(AssertionError, match="weigh"):
+    with pytest.raises(AssertionError, match="micro batch 1 counts 2 times"):
         assert_same(build, reduced_again, dp_shard=2)
 
 
@@ -74,6 +79,11 @@ def test_the_command_says_that_nothing_was_sharded(capsys: pytest.CaptureFixture
     found = json.loads(capsys.readouterr().out)
     assert found["same"]
     assert any("nothing is sharded" in hint for hint in found["hints"])
+
+
+def test_a_broken_tie_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"tied with embedding\.weight on one process"):
+        assert_same(build, untied)
 
 
 def test_frozen_parameters_have_no_gradient_and_are_told() -> None:
