@@ -15,7 +15,7 @@ from tests.gallery import loops, shardings
 from tests.gallery.models import Model, ModelWithRouterLogits, build
 
 DP, REPLICAS, TP, CP = MeshPlan(1, 2, 1), MeshPlan(2, 1, 1), MeshPlan(1, 1, 2), MeshPlan(1, 1, 1, 2)
-ALL = ("layers",)
+ALL, WEIGHT = ("layers",), "layers.1.experts.w1"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Fault:
         where: the public reference
         wrong: the sharding with it
         right: the sharding without it
-        one: the sharding with it in one place; None: it has no smaller place
+        one: the sharding with it in one place
         says: a pattern of what the first line of the report must say
         one_says: the same, with the fault in one place; "": as everywhere
         loop: with the fault; `one_loop`: in one place
@@ -38,7 +38,7 @@ class Fault:
     mesh: MeshPlan
     wrong: Callable[..., Any]
     right: Callable[..., Any]
-    one: Callable[..., Any] | None
+    one: Callable[..., Any]
     says: str
     one_says: str = ""
     loop: type[loops.Loop] | None = None
@@ -48,9 +48,8 @@ class Fault:
 
     def subjects(self, folder: Path) -> Iterator[tuple[str, Subject]]:
         """Yield "right", "wrong" and "one", with what is checked."""
-        cases = [("wrong", self.wrong, self.loop), ("right", self.right, self.loop and loops.Loop)]
-        if self.one is not None:
-            cases.append(("one", self.one, self.one_loop))
+        right = ("right", self.right, self.loop and loops.Loop)
+        cases = (right, ("wrong", self.wrong, self.loop), ("one", self.one, self.one_loop))
         for name, shard, loop in cases:
             saved = folder / f"{self.where.replace(' ', '-')}-{name}"
             saved.mkdir(exist_ok=True)
@@ -93,12 +92,13 @@ def _loop_fault(
     loop: type[loops.Loop],
     says: str,
     one_loop: type[loops.Loop] | None = None,
-    one_says: str = "",
+    one_says: str = f"step 1: gradient of {WEIGHT}",
     mesh: MeshPlan = DP,
     shard: Callable[..., Any] = shardings.fsdp,
 ) -> Fault:
-    one = shard if one_loop else None
-    return Fault(what, where, mesh, shard, shard, one, says, one_says, loop, one_loop)
+    """A fault of a loop. `one_loop`: with it in one place; None: in the gradient of `WEIGHT`."""
+    one_loop = one_loop or loops.in_one(loop, WEIGHT)
+    return Fault(what, where, mesh, shard, shard, shard, says, one_says, loop, one_loop)
 
 
 PARTIAL = "a partial sum taken for the whole: the reduction over tp is missing"

@@ -22,6 +22,11 @@ class Loop:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
     def step(self, batches: Batches) -> None:
+        self.gradients(batches)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients(self, batches: Batches) -> None:
         tokens = torch.tensor(float(sum(ids.numel() for (ids,) in batches)))
         dist.all_reduce(tokens)
         for (ids,) in batches:
@@ -29,8 +34,6 @@ class Loop:
             loss = F.cross_entropy(logits, ids.flatten(), reduction="none")
             self.total(loss, 0.1 * logits.logsumexp(-1).square(), tokens, len(batches)).backward()
         self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def total(self, loss: Tensor, z_loss: Tensor, tokens: Tensor, micro_batches: int) -> Tensor:
         return (loss + z_loss).sum() * self.ranks / tokens  # FSDP2 takes a mean over ranks
@@ -90,6 +93,24 @@ class NormOfReplicas(NormOfShards):
 
     def reduce(self, squares: Tensor) -> None:
         dist.all_reduce(squares)
+
+
+def in_one(faulty: type[Loop], name: str) -> type[Loop]:
+    """The right loop, but the gradient of one parameter is that of the faulty one."""
+
+    class InOne(Loop):
+        def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
+            super().__init__(model, mesh)
+            self.wrong, self.parameter = faulty(model, mesh), model.get_parameter(name)
+
+        def gradients(self, batches: Batches) -> None:
+            self.wrong.gradients(batches)
+            gradient = self.parameter.grad
+            self.optimizer.zero_grad()
+            super().gradients(batches)
+            self.parameter.grad = gradient
+
+    return InOne
 
 
 class OwnShards(Loop):
