@@ -28,6 +28,7 @@ from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES, MeshPlan
 from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.tools.cli import new_parser, number_from, parse_with_keys, run_tool, to_json
+from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.train.config import ModelConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
@@ -58,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = make_parser()
     options, keys = parse_with_keys(parser, arguments)
-    if options.json and options.junit:
-        raise ConfigError("--json and --junit write the same report: give one of them")
+    if options.junit:
+        check_target("--junit", options.junit, (".xml",), overwrites=True)
     plan_only = [name for name in OF_PLAN if getattr(options, name) != parser.get_default(name)]
     if options.sharded and plan_only:
         raise ConfigError(f"--{plan_only[0]} is of a plan, but --sharded shards without one: leave it out")
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise ConfigError(f"--{of_sharded[0]} needs --sharded=MODULE:FUNCTION, whose sharding is checked")
     report = of_function(options, keys) if options.sharded else of_plan(options, keys)
     if options.junit:
-        Path(options.junit).write_text(report.junit(), encoding="utf-8")
+        write_atomically(options.junit, report.junit().encode())
     print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
     if not report.same:
         sys.exit(1)
@@ -143,7 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--backend", default="inductor", help="of torch.compile (default inductor); none: eager only")
     add("--graph_breaks", action="store_true", help="allow them in blocks (compile.fullgraph=false)")
     add("--json", action="store_true", help="print one JSON document")
-    add("--junit", metavar="FILE", help="write the report as a JUnit file, for a CI")
+    add("--junit", type=Path, metavar="FILE", help="write the report as a JUnit file, for a CI")
     theirs = parser.add_argument_group("a sharding of your own, in place of a plan")
     theirs.add_argument(
         "--sharded",

@@ -116,9 +116,9 @@ def test_an_error_of_one_rank_says_where() -> None:
         (BUILD, "--step=mine:Loop"),
         (BUILD, f"{SHARDED}:ddp", "--backend=none"),
         (BUILD, f"{SHARDED}:nowhere"),
-        (BUILD, f"{SHARDED}:ddp", "--json", "--junit=x.xml"),
+        (BUILD, f"{SHARDED}:ddp", "--junit=nowhere/x.xml"),
     ],
-    ids=["no sharding", "of a plan", "no function", "two reports"],
+    ids=["no sharding", "of a plan", "no function", "no folder"],
 )
 def test_mistakes_are_refused_before_processes_start(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
