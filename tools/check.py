@@ -27,7 +27,7 @@ from meshwright.parallel.model.inputs import tokens_of
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import CP_EXCHANGES, DTYPES, MeshPlan
 from meshwright.parallel.plan.serialize import plan_to_table
-from meshwright.tools.cli import new_parser, number_from, parse_with_keys, run_tool, to_json
+from meshwright.tools.cli import new_parser, number_from, parse_with_keys, positive, run_tool, to_json
 from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.train.config import ModelConfig
 from meshwright.train.config_parser import parse_config
@@ -130,7 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="function that returns the model, and an example of its arguments (default: tokens) and a loss",
     )
     for axis, default in DEGREES.items():
-        add(f"--{axis}", type=int, default=default, metavar="N", help=f"degree: 1 or 2 (default {default})")
+        text = f"degree, of a plan 1 or 2 (default {default})"
+        add(f"--{axis}", type=positive, default=default, metavar="N", help=text)
     add("--cp_exchange", choices=("auto", *CP_EXCHANGES), default="auto", help="as parallel.cp_exchange")
     add("--accumulation", type=int, default=1, metavar="N", help="micro batches: 1 (default) or 2")
     add("--gradients", choices=get_args(Gradients), default="sum", help="as for apply_plan (default sum)")

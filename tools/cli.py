@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -17,8 +18,10 @@ EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Run a tool. One of USER_ERRORS becomes a message on stderr and exit code 2, without a traceback."""
+    """Run a tool. One of USER_ERRORS becomes a message on stderr and exit code 2, without a traceback.
+    SIGTERM, as of a CI's timeout, ends what the tool has started, as Ctrl-C does."""
     escape_unencodable()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         main()
         sys.stdout.flush()

@@ -41,9 +41,9 @@ class Comparison:
 
     def report(self) -> CheckReport:
         """Return what differs, up to the first moment at which something does."""
-        compared, largest, differences, notes = 0, 0.0, list[Mismatch](), list[str]()
-        for _, group in itertools.groupby(self.ranks[0].tensors, lambda seen: seen.moment):
-            for seen in self._missing_too(list(group)):
+        compared, largest, differences, notes = 0, 0.0, [*self._frozen()], list[str]()
+        for moment in dict.fromkeys(seen.moment for seen in self.ranks[0].tensors):
+            for seen in self._at(moment):
                 found = self._of_tensor(seen)
                 if isinstance(found, str):
                     notes.append(found)
@@ -69,21 +69,30 @@ class Comparison:
             yield f"gradients are {self.factor:.3g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
-        if frozen := set(self.ranks[0].frozen) - set(self.twin.frozen):
-            yield f"the sharding freezes {len(frozen)} parameters: {', '.join(sorted(frozen)[:3])} ..."
+        changes = [t for seen, t in self.ranks[0].tensors.items() if seen.what == "change" and t is not None]
+        if changes and not any(bool(change.any()) for change in changes):
+            yield "no step changed any parameter"
         if len(differences) > 1 and not any(each.kind for each in differences) and not self.twin.parts:
             yield "no factor in common: does the loss weigh rows otherwise, as a mean over each rank does?"
-        if differences and all(TOLERANCE < each.error < NARROW for each in differences):
+        computed = all(each.name.startswith(("output", "gradient")) for each in differences)
+        if differences and computed and all(TOLERANCE < each.error < NARROW for each in differences):
             yield f"a narrower dtype? Shard in float32 to know, or allow its rounding: --tolerance {NARROW}"
 
-    def _missing_too(self, present: list[Seen]) -> list[Seen]:
-        """Return what is present at a moment and what the ranks lack there, each tied parameter once: outputs
-        first, then from the last parameter to the first, as a backward reaches them."""
-        there, moment = set(present), present[0].moment
-        lacking = [seen for seen in self.twin.tensors if seen.moment == moment and seen not in there]
+    def _frozen(self) -> Iterator[Mismatch]:
+        frozen = set[str]().union(*(rank.frozen for rank in self.ranks)) - set(self.twin.frozen)
+        for name in sorted(frozen):
+            kind = "frozen by the sharding: if that is meant, freeze it in the model"
+            yield Mismatch(START, str(Seen(START, "gradient", name)), math.inf, math.nan, kind)
+
+    def _at(self, moment: str) -> list[Seen]:
+        """Return what a rank or the twin has at a moment, each tied parameter once: outputs first, then from
+        the last parameter to the first, as a backward reaches them."""
+        of_ranks = itertools.chain(*(rank.tensors for rank in self.ranks))
+        of_twin = itertools.chain(self.twin.tensors, (seen for _, seen in self.twin.of_rank))
+        there = [seen for seen in dict.fromkeys((*of_ranks, *of_twin)) if seen.moment == moment]
         again = self.twin.tied.keys() & self.ranks[0].tied.keys()
-        once = [seen for seen in (*lacking[::-1], *present[::-1]) if seen.name not in again]
-        return sorted(once, key=lambda seen: seen.what != "output")
+        once = [seen for seen in there[::-1] if seen.name not in again]
+        return sorted(once, key=lambda seen: int(seen.name) if seen.what == "output" else len(there))
 
     @cached_property
     def _slices(self) -> dict[tuple[int, str], Place]:
@@ -120,14 +129,16 @@ class Comparison:
         ]
         if seen.what == "loss" and any(not torch.equal(t, have[0]) for t in have):
             return "the loss, of which each rank returns its own"
-        if seen.what == "buffer" and self._of_each_data_rank(have):
+        if seen.what == "buffer" and seen.moment != START and self._of_each_data_rank(have):
             return f"buffer {seen.name}, which data-parallel ranks write for themselves"
         for tensor, of_twin in zip(have, whole, strict=True):
             if tensor.shape != of_twin.shape:
                 shapes = f"shape {tuple(tensor.shape)}, of one process {tuple(of_twin.shape)}"
                 return Mismatch(seen.moment, str(seen), math.inf, math.nan, shapes)
         floor = FLOOR * self._largest_gradient(seen.moment) if seen.what == "gradient" else 0.0
-        errors = [relative_error(t, e.float(), floor) for t, e in zip(have, whole, strict=True)]
+        rounding = self._rounding(seen.name) if seen.what == "change" else 0.0
+        pairs = zip(have, whole, strict=True)
+        errors = [relative_error(t, e.float(), floor, rounding=rounding) for t, e in pairs]
         error, scale = max(errors, key=lambda pair: pair[0])
         mismatch = Mismatch(seen.moment, str(seen), error, scale)
         return mismatch if error <= self.tolerance else replace(mismatch, kind=self._kind(seen, whole, have))
@@ -154,6 +165,11 @@ class Comparison:
     def _uneven(self, seen: Seen) -> bool:
         """Whether ranks hold different parts of a tensor."""
         return any((rank, seen.name) in self._slices for rank in range(len(self.ranks)))
+
+    def _rounding(self, name: str) -> float:
+        """Return the norm of what rounding makes of the values of a parameter."""
+        value = self.twin.tensors.get(Seen(START, "value", self.twin.tied.get(name, name)))
+        return 0.0 if value is None else 2**-22 * float(value.float().norm())
 
     def _largest_gradient(self, moment: str) -> float:
         norms = [float(t.norm()) for t in self.twin.of(moment, "gradient").values() if t is not None]

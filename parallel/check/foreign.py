@@ -72,7 +72,7 @@ def record_rank(subject: Subject) -> RankRecord:
     mesh = subject.device_mesh()
     model = subject.sharded(model, mesh)
     found = RankRecord(whole=not any(isinstance(p, DTensor) for p in model.parameters()))
-    look(found, START, model)
+    look(found, START, model, anew=True)
     found.tied = ties(model)
     found.frozen = frozen(model)
     if subject.loop is not None:
@@ -86,7 +86,7 @@ def record_rank(subject: Subject) -> RankRecord:
     if random and subject.mesh.tp * subject.mesh.cp > 1:
         model.eval()
         found.notes = ("dropout, of which ranks of tp and cp draw other random numbers",)
-    own = data_rank(subject.mesh, dist.get_rank())
+    own = own_rank(subject)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
     for step in range(STEPS):
         for number, part in enumerate(subject.batches(example, step)[own]):
@@ -97,8 +97,7 @@ def record_rank(subject: Subject) -> RankRecord:
         optimizer.step()
         optimizer.zero_grad()
         look(found, f"after step {step + 1}", model)
-    outputs = evaluation(model, subject.batches(example, 0)[own][-1])
-    found.tensors |= {Seen("evaluation", "output", str(i)): output for i, output in enumerate(outputs)}
+    evaluate(subject, found, model, example, (own,))
     return found
 
 
@@ -109,7 +108,7 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
     found = RankRecord(tied=ties(model), frozen=frozen(model))
     for name, parameter in named(model):
         parameter.requires_grad_(parameter.requires_grad and name not in ranks[0].frozen)
-    look(found, START, model)
+    look(found, START, model, anew=True)
     if subject.loop is not None:
         _record_loop(subject, found, model, example, None, ranks)
         return found
@@ -145,9 +144,7 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
         optimizer.step()
         optimizer.zero_grad()
         look(found, f"after step {step + 1}", model)
-    for rank, of_rank in enumerate(subject.batches(example, 0)):
-        for i, output in enumerate(evaluation(model, of_rank[-1])):
-            found.of_rank[rank, Seen("evaluation", "output", str(i))] = output
+    evaluate(subject, found, model, example, range(len(batches)))
     return found
 
 
@@ -167,10 +164,12 @@ def _record_loop(
         if mesh is None:
             own = [subject.rows_of_step(example, step)]
         else:
-            own = subject.batches(example, step)[data_rank(subject.mesh, dist.get_rank())]
+            own = subject.batches(example, step)[own_rank(subject)]
         with gradients_of_optimizers(model, joined_gradients(found, ranks, moment)) as caught:
             loss = loop.step(own)
-        found.tensors |= {Seen(moment, "gradient", name): gradient for name, gradient in caught.items()}
+        found.tensors |= {Seen(moment, "gradient", name): g for name, g in gathered(caught).items()}
+        if not caught:
+            found.notes = ("gradients, with which no optimizer of torch stepped",)
         if loss is not None:
             loss = full_tensor(loss.detach()) if isinstance(loss, Tensor) else torch.tensor(float(loss))
             found.tensors[Seen(moment, "loss", "the step")] = loss.float().cpu()
@@ -180,33 +179,45 @@ def _record_loop(
     loop = subject.loop(model, mesh)
     for step in range(STEPS):
         run(loop, model, step, f"step {step + 1}")
+    everyone = range(subject.mesh.data_parallel) if mesh is None else (own_rank(subject),)
     if not (hasattr(loop, "save") and hasattr(loop, "load")):
-        found.notes = ("saving and loading, which the loop does not have",)
+        found.notes += ("saving and loading, which the loop does not have",)
+        evaluate(subject, found, model, example, everyone)
         return
-    last = f"step {STEPS + 1}"
-    if mesh is not None:
+    last, saved_at = f"step {STEPS + 1}", f"after step {STEPS}"
+    if mesh is None:
+        for name, value in found.last.items():
+            found.tensors[Seen(f"{saved_at}{LOADED}", "value", name)] = value
+    else:
         loop.save(subject.folder)
         dist.barrier()
     run(loop, model, STEPS, last)
+    evaluate(subject, found, model, example, everyone)  # last: FSDP2 leaves its root whole
     if mesh is None:
-        moments, saved = (f"after step {STEPS}", last, f"after {last}"), model.state_dict().keys()
-        anew = {seen: tensor for seen, tensor in found.tensors.items() if seen.moment in moments}
-        for seen, tensor in anew.items():
-            if seen.what != "buffer" or seen.name in saved:
+        saved = model.state_dict().keys()
+        for seen, tensor in [*found.tensors.items()]:
+            of_last = seen.moment in (last, f"after {last}") and seen.what != "buffer"
+            if of_last or (seen.what == "buffer" and seen.moment != START and seen.name in saved):
                 found.tensors[dataclasses.replace(seen, moment=f"{seen.moment}{LOADED}")] = tensor
         return
     torch.manual_seed(1)
     model = subject.sharded(subject.built()[0].to(subject.device).train(), mesh)
     loop = subject.loop(model, mesh)
     loop.load(subject.folder)
-    look(found, f"after step {STEPS}{LOADED}", model)
+    look(found, f"{saved_at}{LOADED}", model, anew=True)
     run(loop, model, STEPS, f"{last}{LOADED}")
 
 
-def look(found: RankRecord, moment: str, model: nn.Module) -> None:
-    """Record the parameters and buffers of a model; after a load without the buffers that are not saved."""
+def look(found: RankRecord, moment: str, model: nn.Module, anew: bool = False) -> None:
+    """Record the parameters of a model, or what changed since the last look, because a step of a real
+    learning rate changes little of a value; and buffers, after a load without those that are not saved."""
     for name, parameter in named(model):
-        found.tensors[Seen(moment, "value", name)] = whole(parameter)
+        value = whole(parameter)
+        known = not anew and name in found.last
+        found.tensors[Seen(moment, "change" if known else "value", name)] = (
+            value - found.last[name] if known else value
+        )
+        found.last[name] = value
     saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in saved or not moment.endswith(LOADED):
@@ -214,8 +225,9 @@ def look(found: RankRecord, moment: str, model: nn.Module) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, of a DTensor all of it, on the CPU."""
-    return full_tensor(tensor.detach()).cpu().clone()
+    """Return a copy of a tensor, of a DTensor all of it, on the CPU; a complex one as pairs of numbers."""
+    found = full_tensor(tensor.detach()).cpu().clone()
+    return torch.view_as_real(found) if found.is_complex() else found
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -240,9 +252,13 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the gradients of all trained parameters, whole as far as torch knows; None: it has none. A
-    DTensor is gathered only if all ranks have it."""
-    of = {name: p.grad for name, p in named(model) if p.requires_grad}
+    """Return the gradients of all trained parameters, as `gathered` does."""
+    return gathered({name: p.grad for name, p in named(model) if p.requires_grad})
+
+
+def gathered(of: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return gradients whole, as far as torch knows; None: there is none. A DTensor is gathered only if all
+    ranks have it. Every rank calls it."""
     has = [{name for name, g in of.items() if g is not None}]
     everywhere = set.intersection(*(gather_from_all(has[0]) if dist.is_initialized() else has))
     return {
@@ -255,21 +271,30 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def gradients_of_optimizers(
     model: nn.Module, others: Mapping[str, Tensor]
 ) -> Iterator[dict[str, Tensor | None]]:
-    """Context that notes the gradients of a model with which torch's optimizers step. They then step with
-    `others`, where these are the same but for rounding, of which Adam makes a full step if it is all there is
-    of a gradient."""
+    """Context that notes a rank's gradients when torch's optimizers step: of each parameter when the first
+    that has it steps. They then step with `others`, where these are the same but for rounding, of which Adam
+    makes a full step if it is all there is of a gradient."""
     caught: dict[str, Tensor | None] = {}
+    stepped = set[str]()
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        own = {n: g for n, g in gradients(model).items() if id(names[n]) in ids}
-        caught.update(own)
+        if ids.isdisjoint(map(id, names.values())):
+            return
+        now = {name: p.grad for name, p in names.items() if p.requires_grad and name not in stepped}
+        own = {name: gradient for name, gradient in now.items() if id(names[name]) in ids}
+        for name in own.keys() | (now.keys() - caught.keys()):
+            gradient = now[name]
+            caught[name] = None if gradient is None else gradient.detach().clone()
+        stepped.update(own)
+        if not others:
+            return
         floor = FLOOR * max((float(g.norm()) for g in own.values() if g is not None), default=0.0)
         for name, gradient in own.items():
             other = others.get(name)
             if gradient is None or other is None or relative_error(other, gradient, floor)[0] > NARROW:
                 continue
-            names[name].grad.copy_(other)  # type: ignore[union-attr]
+            gradient.copy_(other)
 
     names = dict(named(model))
     handle = register_optimizer_step_pre_hook(note)
@@ -287,18 +312,33 @@ def backward(model: nn.Module, part: Example, seed: int) -> list[Tensor]:
     loss = torch.zeros((), device=outputs[0].device) if outputs else torch.zeros(())
     for output in outputs:
         factors = torch.randn(output.shape, generator=generator).to(output.device)
-        loss = loss + (output * factors).sum() / output.shape[1:].numel() ** 0.5
+        size = output.detach().norm() / max(1, len(output) if output.dim() else 1) ** 0.5
+        loss = loss + (output * factors).sum() / torch.where(size > 0, size, 1.0)
     if not loss.requires_grad:
-        raise PlanError("no output of the model depends on its parameters: there is nothing to train")
+        raise PlanError(
+            "no output of the model depends on its parameters: there is nothing to train. An output in an "
+            "object that is no pytree, as of a plain dataclass, is not seen"
+        )
     loss.backward()
     return [output.detach().cpu() for output in outputs]
 
 
-def evaluation(model: nn.Module, part: Example) -> list[Tensor]:
-    """Return the outputs of a model in evaluation mode."""
+def evaluate(
+    subject: Subject, found: RankRecord, model: nn.Module, example: Example, data_ranks: Sequence[int]
+) -> None:
+    """Record the outputs of a model in evaluation mode, for the rows of some data-parallel ranks."""
     model.eval()
-    with torch.no_grad():
-        return [output.cpu() for output in whole_outputs(call(model, part))]
+    for rank in data_ranks:
+        with torch.no_grad():
+            outputs = whole_outputs(call(model, subject.batches(example, 0)[rank][-1]))
+        for i, output in enumerate(outputs):
+            seen = Seen("evaluation", "output", str(i))
+            found.of_rank[rank, seen] = found.tensors[seen] = output.cpu()
+
+
+def own_rank(subject: Subject) -> int:
+    """Return the index of this rank's rows."""
+    return data_rank(subject.mesh, dist.get_rank())
 
 
 def is_random(model: nn.Module, example: Example) -> bool:

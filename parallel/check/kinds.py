@@ -18,19 +18,26 @@ Place = tuple[int, Tensor]  # of a part of a tensor: the dim, and the places the
 
 
 def relative_error(
-    tensor: Tensor, expected: Tensor, floor: float = 0.0, tolerance: float = TOLERANCE
+    tensor: Tensor,
+    expected: Tensor,
+    floor: float = 0.0,
+    tolerance: float = TOLERANCE,
+    rounding: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the norm of the difference as a share of the norm, or of `floor` if that is larger, and the
-    factor between them, NaN if they differ by more than a factor."""
+    """Return the norm of the difference, less `rounding`, as a share of the norm, or of `floor` if that is
+    larger, and the factor between them, NaN if they differ by more than a factor."""
     if tensor.shape != expected.shape:
         return math.inf, math.nan
-    norm = float(expected.norm())
+    if bool(torch.isclose(tensor, expected, 0.0, 0.0, equal_nan=True).all()):
+        return 0.0, 1.0
+    norm, floor = float(expected.norm()), max(floor, rounding)
+    error = (float((tensor - expected).norm()) - rounding) / (max(norm, floor) or 1.0)
+    error = max(0.0, error) if math.isfinite(error) else math.inf
     if not norm:
-        return float(tensor.norm()) / (floor or 1.0), math.nan
-    error = float((tensor - expected).norm()) / max(norm, floor)
+        return error, math.nan
     scale = float((tensor * expected).sum()) / norm**2
     exact = float((tensor - scale * expected).norm()) / norm <= tolerance
-    return (error if math.isfinite(error) else math.inf), (scale if exact else math.nan)
+    return error, (scale if exact else math.nan)
 
 
 def common_factor(twin: RankRecord, ranks: Sequence[RankRecord], moment: str) -> float:
@@ -52,9 +59,9 @@ def common_factor(twin: RankRecord, ranks: Sequence[RankRecord], moment: str) ->
 def places_of_slices(twin: RankRecord, ranks: Sequence[RankRecord]) -> dict[tuple[int, str], Place]:
     """Return which part of a parameter the plain tensor of a rank is, by rank and name."""
     found = {}
-    whole = twin.of(START, "value")
+    whole = twin.of(START, "value") | twin.of(START, "buffer")
     for rank, recorded in enumerate(ranks):
-        for name, local in recorded.of(START, "value").items():
+        for name, local in (recorded.of(START, "value") | recorded.of(START, "buffer")).items():
             expected = whole.get(twin.tied.get(name, name))
             if local is None or expected is None or local.shape == expected.shape:
                 continue
@@ -109,7 +116,7 @@ def kind(expected: Tensor, found: Sequence[Tensor], parts: Tensor | None, mesh: 
         return "zero"
     scales = [relative_error(tensor, expected)[1] for tensor in found]
     if all(math.isfinite(scale) for scale in scales) and max(scales) - min(scales) < 1e-3 * abs(scales[0]):
-        return _of_factor(scales[0], mesh)
+        return _of_factor(scales[0], mesh) if abs(scales[0] - 1) > 1e-3 else ""
     if parts is not None and (told := _of_parts(found, parts, mesh)):
         return told
     for axis in ("tp", "cp"):
@@ -167,6 +174,8 @@ def _of_parts(found: Sequence[Tensor], parts: Tensor, mesh: MeshPlan) -> str:
             return f"only this rank's part: not reduced over {' and '.join(axes)}"
     if torch.equal(of_rank, of_rank[:1].expand_as(of_rank)) and not bool(of_rank.all()):
         return f"only the part of data-parallel rank {', '.join(str(int(i)) for i in of_rank[0].nonzero())}"
+    if float(used.max() - used.min()) < 0.02:
+        return ""
     if torch.equal(used, used[:1, :1].expand_as(used)):
         most, least = int(used[0, 0].argmax()), int(used[0, 0].argmin())
         times = float(used[0, 0, most] / used[0, 0, least])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, start_processes
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 from meshwright.parallel.errors import PlanError
 
@@ -38,7 +38,10 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
         # forked from one process that has imported ours: torch takes seconds to import
         set_forkserver_preload([module for module in sys.modules if module.startswith("meshwright.")])
         try:
-            start_processes(_run_rank, (ranks, name, device), ranks, start_method="forkserver")
+            context = start_processes(
+                _run_rank, (ranks, name, device), ranks, join=False, start_method="forkserver"
+            )
+            _wait(context)
         except ProcessException as error:
             raise PlanError(
                 "check: a process ended before its work: what it printed says why. The script that calls it "
@@ -49,6 +52,17 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
     if errors:
         raise PlanError(f"check: {min(errors, key=lambda error: error.is_of_others)}")
     return results
+
+
+def _wait(context: ProcessContext) -> None:
+    """Wait for the processes, and end them if this one is interrupted."""
+    try:
+        while not context.join():
+            pass
+    except BaseException:
+        for process in context.processes:
+            process.kill()
+        raise
 
 
 class RankError(Exception):
@@ -81,7 +95,7 @@ def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
     try:
         function, job = torch.load(f"{folder}/job.pt", weights_only=False)
         result = function(*job)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [
             f for f in frames if "/site-packages/" not in f.filename and "/meshwright/" not in f.filename

@@ -16,15 +16,15 @@ START = "after sharding"
 
 @dataclass(frozen=True)
 class Seen:
-    """Which tensor. `moment`: such as "step 1, micro batch 2"; `what`: value, buffer, output, gradient or
-    loss; `name`: of the parameter or buffer, or the output's number."""
+    """Which tensor. `moment`: such as "step 1, micro batch 2"; `what`: value, change, buffer, output,
+    gradient or loss; `name`: of the parameter or buffer, or the output's number."""
 
     moment: str
     what: str
     name: str
 
     def __str__(self) -> str:
-        of = " of " if self.what in ("gradient", "value") else " "
+        of = " of " if self.what in ("gradient", "value", "change") else " "
         return f"{self.what}{of}{self.name}"
 
 
@@ -40,6 +40,7 @@ class RankRecord:
         frozen: parameters without a gradient
         whole: whether the rank holds every parameter whole
         notes: what was not run so
+        last: the values at the last look
     """
 
     tensors: dict[Seen, Tensor | None] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class RankRecord:
     frozen: tuple[str, ...] = ()
     whole: bool = True
     notes: tuple[str, ...] = ()
+    last: dict[str, Tensor] = field(default_factory=dict)
 
     def of(self, moment: str, what: str) -> dict[str, Tensor | None]:
         """Return the tensors of a moment by name."""

@@ -1,5 +1,6 @@
 """What a check found, as data and as text."""
 
+import math
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
@@ -26,6 +27,10 @@ class Mismatch:
     error: float
     scale: float
     kind: str = ""
+
+    def __str__(self) -> str:
+        off = f" is off by {self.error:.1e}" if math.isfinite(self.error) else ""
+        return f"{self.run}: {self.name}{off}{': ' * bool(self.kind)}{self.kind}"
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,7 @@ class CheckReport:
         suite.set("tests", str(len(self.differences) or 1))
         for each in self.differences:
             case = ElementTree.SubElement(suite, "testcase", classname=each.run, name=each.name)
-            text = f"off by {each.error:.1e}: {each.kind or 'no known kind of fault'}"
-            ElementTree.SubElement(case, "failure", message=text)
+            ElementTree.SubElement(case, "failure", message=str(each))
         if self.same:
             ElementTree.SubElement(suite, "testcase", classname="meshwright.check", name="the same")
         ElementTree.SubElement(suite, "system-out").text = str(self)
@@ -81,10 +85,7 @@ class CheckReport:
         if self.same:
             return f"{head}: the same, largest difference {self.largest:.1e}{tail}"
         lines = [f"{head}: {len(self.differences)} differ:{tail}"]
-        lines += [
-            f"  {each.run}: {each.name} is off by {each.error:.1e}{': ' * bool(each.kind)}{each.kind}"
-            for each in self.differences[:MOST_LINES]
-        ]
+        lines += [f"  {each}" for each in self.differences[:MOST_LINES]]
         if (more := len(self.differences) - MOST_LINES) > 0:
             lines.append(f"  and {more} more (--json has all)")
         return "\n".join(lines)

@@ -73,12 +73,16 @@ class Subject:
         return model, example_or_tokens(model, example)
 
     def device_mesh(self) -> DeviceMesh:
-        """Return the mesh, with the axes of more than one rank."""
-        sizes = {axis: size for axis in AXES if (size := getattr(self.mesh, axis)) > 1} or {"dp_shard": 1}
+        """Return the mesh, with the axes of more than one rank. Raises PlanError if all have one."""
+        if self.mesh.world_size == 1:
+            raise PlanError("check: one rank shards nothing: give an axis 2 ranks, as dp_shard=2")
+        sizes = {axis: size for axis in AXES if (size := getattr(self.mesh, axis)) > 1}
         return init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def sharded(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         found = self.shard(model, mesh)
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in (found or model).modules()):
+            raise PlanError("check: FSDP1 has no whole parameters to compare: use torch's fully_shard")
         if not isinstance(found, nn.Module | None):
             raise PlanError(f"check: {self.shard} returned {type(found).__name__}, not a model or None")
         return (model if found is None else found).train()

@@ -18,9 +18,13 @@ def moved(model: nn.Module) -> dict[str, Tensor]:
     would hide that nobody adds it."""
     values, generator = {}, torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        whole = full_tensor(parameter)
-        whole = whole.detach().float()
-        spread = max(float(whole.std(correction=0)), MOVED)
+        whole = full_tensor(parameter).detach()
+        if not whole.is_floating_point():
+            values[name] = whole.clone()
+            continue
+        whole = whole.float()
+        finite = whole[whole.isfinite()]
+        spread = max(float(finite.std(correction=0)) if len(finite) else 0.0, MOVED)
         values[name] = whole + MOVED * spread * torch.randn(whole.shape, generator=generator)
     return values
 
@@ -56,4 +60,5 @@ def with_random_ids(model: nn.Module, example: Example, anew: bool = False) -> E
 def whole_outputs(result: Any) -> list[Tensor]:
     """Return the tensors of numbers in a model's result, DTensors whole."""
     leaves = [full_tensor(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    leaves = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
     return [leaf for leaf in leaves if leaf.is_floating_point()]

@@ -33,8 +33,9 @@ def own_part(example: Example, rank: int, parts: int) -> Example:
 
 
 def rows_of(example: Example) -> int:
-    leaves = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
-    return leaves[0].shape[0] if leaves else 0
+    """Return the first of the first dimensions that is not 1, as that of positions [1, T] is."""
+    sizes = [len(leaf) for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
+    return next((size for size in sizes if size != 1), min(len(sizes), 1))
 
 
 def some_rows(example: Example, start: int, stop: int) -> Example:

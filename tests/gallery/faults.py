@@ -183,8 +183,9 @@ FAULTS = (
         "VeOmni #715",
         DP,
         shardings.router_logits,
-        "output 2",
+        "output 1",
         BLOCK,
+        "output 2",
         build=with_router_logits,
     ),
     _fault(

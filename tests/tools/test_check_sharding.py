@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -33,6 +34,12 @@ def server() -> None:
 
 def ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
+
+
+def build_frozen() -> Any:
+    model, example = build()
+    model.layers[0].requires_grad_(False)
+    return model, example
 
 
 def frozen(model: Model, mesh: DeviceMesh) -> None:
@@ -86,8 +93,10 @@ def test_a_broken_tie_is_named() -> None:
         assert_same(build, untied)
 
 
-def test_frozen_parameters_have_no_gradient_and_are_told() -> None:
-    assert any("freezes" in hint for hint in assert_same(build, frozen).hints)
+def test_only_the_model_may_freeze() -> None:
+    assert assert_same(build_frozen, fsdp).same
+    with pytest.raises(AssertionError, match="frozen by the sharding"):
+        assert_same(build, frozen)
 
 
 @pytest.mark.parametrize("sharding", [nothing_left, reversed_signs])

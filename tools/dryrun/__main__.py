@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -39,7 +38,6 @@ h100-sxm. parallel.float8 needs torchao.
 The first call downloads torch's CUDA build ({SIZE}). See docs/dryrun.md.
 """
 GPU = "h100-sxm"  # of configs/hardware: what the fake is
-EXIT_TERMINATED = 143  # what a shell reports for SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.keep:
         check_empty(options.keep)
     report = make_report(job, machines_of_kind(load_hardware()[GPU], options.gpus, options.gpus_per_node))
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))  # ends the child too
     gpu = install(Path(options.cache).expanduser().absolute(), show)
     show("planned; the first step compiles, which takes a minute for a large model")
     with tempfile.TemporaryDirectory(prefix="dryrun-") as temporary:
