@@ -81,11 +81,12 @@ class Subject:
 
     def sharded(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         found = self.shard(model, mesh)
-        if any(type(module).__name__ == "FullyShardedDataParallel" for module in (found or model).modules()):
-            raise PlanError("check: FSDP1 has no whole parameters to compare: use torch's fully_shard")
         if not isinstance(found, nn.Module | None):
             raise PlanError(f"check: {self.shard} returned {type(found).__name__}, not a model or None")
-        return (model if found is None else found).train()
+        model = model if found is None else found
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise PlanError("check: FSDP1 has no whole parameters to compare: use torch's fully_shard")
+        return model.train()
 
     def rows(self) -> list[list[int]]:
         """Return the number of rows of each micro batch of each data-parallel rank."""
