@@ -1,6 +1,7 @@
 """Shardings as people write them: each takes a model with values and a mesh, whose dimensions are among
 dp_replicate, dp_shard and tp, and returns the sharded model."""
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -177,9 +178,12 @@ def transformers_own(model: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
         model.save_pretrained(folder)
     dist.barrier()
     kind, attention = type(model), model.config._attn_implementation
-    return kind.from_pretrained(  # type: ignore[no-any-return]
-        folder, distributed_config=DistributedConfig(**degrees, **options), attn_implementation=attention
-    )
+    plan = DistributedConfig(**degrees, **options)
+    read: nn.Module = kind.from_pretrained(folder, distributed_config=plan, attn_implementation=attention)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return read
 
 
 def accelerate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
