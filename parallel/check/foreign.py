@@ -283,9 +283,9 @@ def gradients_of_optimizers(
             return
         now = {name: p.grad for name, p in names.items() if p.requires_grad and name not in stepped}
         own = {name: gradient for name, gradient in now.items() if id(names[name]) in ids}
-        for name in own.keys() | (now.keys() - caught.keys()):
-            gradient = now[name]
-            caught[name] = None if gradient is None else gradient.detach().clone()
+        for name, gradient in now.items():
+            if name in own or name not in caught:
+                caught[name] = None if gradient is None else gradient.detach().clone()
         stepped.update(own)
         if not others:
             return
