@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,6 +33,7 @@ def judge(folder: Path) -> list[CheckReport]:
     return [judged(subject_of(pair, folder), ranks) for pair, ranks in zip(CHEAP, found, strict=True)]
 
 
+@pytest.mark.sampled(4)
 def test_right_shardings_are_the_same(tmp_path: Path) -> None:
     run_ranks(2, record, tmp_path)
     for report in run_ranks(1, judge, tmp_path)[0]:
