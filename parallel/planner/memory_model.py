@@ -390,13 +390,13 @@ def least_step_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
     sizes, begun, leaves = UnitBytes(plan, work), plan.accumulation > 1, leaves_parameters(plan)
     state = gradients = summed = gathered = 0.0
     for unit in plan.units:
-        count, modules = work.count(unit.name), unit.modules
+        count, modules, whole = work.count(unit.name), unit.modules, 0
         trained = sum(map(sizes.trained_values, modules))
         state += count * (sum(map(sizes.values, modules)) * sizes.stored + 2 * trained * work.moment_bytes)
         gradients += count * trained * sizes.stored
         if begun and sums_whole_gradients(unit, plan):
-            whole = sum(map(sizes.trained_parameters, modules))
-            summed += count * whole * DTYPE_BYTES[reduced_in(unit, plan)]
+            whole = sum(map(sizes.trained_parameters, modules)) * DTYPE_BYTES[reduced_in(unit, plan)]
+            summed += count * whole
         elif begun:
             summed += count * sizes.accumulated(unit)
         if unit.reshard_after_forward is False and not leaves:
@@ -425,7 +425,9 @@ def least_step_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
             before += sizes.gathered(unit) * regathered(unit)
             of_head = plan.units[-1]
             if of_head is not unit and work.has_backward(of_head.modules):  # it is reduced, and was freed
-                before += sizes.reduction(of_head, True)[0] * plan.mesh.shards - sizes.gathered(of_head)
+                buffer = sizes.reduction(of_head, True)[0] * plan.mesh.shards
+                freed = sizes.gathered(of_head) + (0 if plan.cpu_offload else whole)
+                before += buffer - freed
     ahead = prefetch_schedule(plan, "forward")
     gathering = max(sum(map(sizes.buffer, (unit, *ahead[unit.name]))) for unit in plan.units)
     buffers = 0 if leaves else gathering

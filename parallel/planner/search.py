@@ -343,7 +343,8 @@ class _Search:
         plan, work = self.complete(settled.choices)
         times = step_times(plan, work, self.machines.kind, self.machines.per_node)
         seconds, host = step_load(plan, times, {}).seconds, host_memory(plan, work)
-        settled = replace(settled, plan=plan, lower_bound_s=seconds, host=host)
+        needed = self.machines.needed_bytes(self.memory(settled.choices), host)
+        settled = replace(settled, plan=plan, lower_bound_s=seconds, needed_bytes=needed, host=host)
         return None if self.host_mistake(settled) else settled
 
     def excess_bytes(self, choices: Choices) -> int:
