@@ -2,12 +2,13 @@
 
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import set_forkserver_preload
+from multiprocessing import forkserver, parent_process, resource_tracker, set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
 
     Raises PlanError if a rank fails, with the first error and where it was raised.
     """
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise PlanError(
+            f"check: device=cuda needs a GPU for each of {ranks} processes, and there are "
+            f"{torch.cuda.device_count()}: use smaller degrees, or cpu"
+        )
     with tempfile.TemporaryDirectory(prefix="meshwright-check-") as name:
         folder = Path(name)
         try:
@@ -35,8 +41,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
                 f"check: the model cannot be sent to the processes ({error}): define its classes and "
                 "functions at the top of a module"
             ) from error
-        # forked from one process that has imported ours: torch takes seconds to import
-        set_forkserver_preload([module for module in sys.modules if module.startswith("meshwright.")])
+        _start_forkserver()
         try:
             context = start_processes(
                 _run_rank, (ranks, name, device), ranks, join=False, start_method="forkserver"
@@ -52,6 +57,16 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
     if errors:
         raise PlanError(f"check: {min(errors, key=lambda error: error.is_of_others)}")
     return results
+
+
+def _start_forkserver() -> None:
+    """Start the process that ranks are forked from, which has imported ours: torch takes seconds for it. It
+    inherits that SIGINT is blocked: Ctrl-C in its imports would print their traceback."""
+    set_forkserver_preload([module for module in sys.modules if module.startswith("meshwright.")])
+    resource_tracker.ensure_running()  # which unblocks it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _wait(context: ProcessContext) -> None:
@@ -77,6 +92,11 @@ class RankError(Exception):
 
 
 def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    parent = parent_process()
+    if parent is not None and not parent.is_alive():  # interrupted before this rank, and others, were forked
+        os._exit(1)
     os.environ |= {  # which transformers and accelerate read, as of torchrun
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
@@ -97,11 +117,10 @@ def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
         result = function(*job)
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [
-            f for f in frames if "/site-packages/" not in f.filename and "/meshwright/" not in f.filename
-        ]
+        theirs = [f for f in frames if not any(library in f.filename for library in LIBRARIES)]
         where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+        kind = "" if isinstance(error, PlanError) else f"{type(error).__name__}: "
         closed = "Connection closed" in str(error) or "Timed out" in str(error)
-        result = RankError(f"{type(error).__name__}: {error}{where}", closed)
+        result = RankError(f"{kind}{str(error).removeprefix('check: ')}{where}", closed)
     torch.save(result, f"{folder}/{rank}.pt")
     os._exit(0)  # other ranks may still wait for one that failed

@@ -82,7 +82,8 @@ class Subject:
     def sharded(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         found = self.shard(model, mesh)
         if not isinstance(found, nn.Module | None):
-            raise PlanError(f"check: {self.shard} returned {type(found).__name__}, not a model or None")
+            name = getattr(self.shard, "__name__", self.shard)
+            raise PlanError(f"check: {name} returned {type(found).__name__}, not a model or None")
         model = model if found is None else found
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise PlanError("check: FSDP1 has no whole parameters to compare: use torch's fully_shard")

@@ -1,6 +1,12 @@
 """`tools.check --sharded` and `assert_same` on somebody's own functions, in processes that they start."""
 
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
@@ -21,6 +27,7 @@ from tests.gallery.faults import ALL
 from tests.gallery.models import Model, build
 from tests.gallery.shardings import fsdp, sums
 from tests.support import forks
+from tests.support.launch import LIMIT_S
 
 BUILD, SHARDED = "--model.factory=tests.gallery.models:build", "--sharded=tests.tools.test_check_sharding"
 
@@ -71,6 +78,10 @@ def failing(model: Model, mesh: DeviceMesh) -> None:
     if dist.get_rank() == 1:
         raise ValueError("only here")
     fsdp(model, mesh)
+
+
+def waiting(model: Model, mesh: DeviceMesh) -> None:
+    time.sleep(1000)
 
 
 def test_a_right_sharding_passes_and_a_wrong_one_fails_a_test() -> None:
@@ -126,9 +137,23 @@ def test_an_error_of_one_rank_says_where() -> None:
         (BUILD, f"{SHARDED}:ddp", "--backend=none"),
         (BUILD, f"{SHARDED}:nowhere"),
         (BUILD, f"{SHARDED}:ddp", "--junit=nowhere/x.xml"),
+        (BUILD, f"{SHARDED}:ddp", "--device=cuda", "--dp_shard=64"),
     ],
-    ids=["no sharding", "of a plan", "no function", "no folder"],
+    ids=["no sharding", "of a plan", "no function", "no folder", "no GPU"],
 )
 def test_mistakes_are_refused_before_processes_start(arguments: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises((ConfigError, PlanError)):
         main(arguments)
+
+
+@pytest.mark.sampled(4)
+def test_a_check_that_is_interrupted_at_any_moment_ends_at_once_and_silently() -> None:
+    print(f"after {(delay_s := random.uniform(1.5, 8)):.1f} s")
+    command = [sys.executable, "-m", "tools.check", BUILD, f"{SHARDED}:waiting"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
+        time.sleep(delay_s)
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=LIMIT_S)  # until all its processes have ended
+    assert process.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in output
