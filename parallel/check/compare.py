@@ -177,7 +177,7 @@ class Comparison:
 
     def _of_each_data_rank(self, found: Sequence[Tensor]) -> bool:
         """Whether ranks that get the same rows have the same, and others have not."""
-        groups = [*groups_over(self.mesh, ("cp", "tp"))]
+        groups = groups_over(self.mesh, ("cp", "tp"))
         alike = all(torch.equal(found[rank], found[group[0]]) for group in groups for rank in group)
         return alike and any(not torch.equal(found[group[0]], found[groups[0][0]]) for group in groups)
 

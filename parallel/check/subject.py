@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from meshwright.parallel.check.recorded import AXES
 from meshwright.parallel.check.values import moved, with_random_ids
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.forward import Example, example_or_tokens
 from meshwright.parallel.model.parts import rows_of, some_rows
-from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.plan.schema import AXES, MeshPlan
 
 MICRO_BATCHES = 2
 MOST_PARAMETERS = 50_000_000
