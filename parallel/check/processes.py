@@ -6,6 +6,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 
 from meshwright.parallel.errors import PlanError
 
-LIBRARIES = ("/site-packages/", "/meshwright/", "<")  # whose frames are not the caller's code
+LIBRARIES = ("/site-packages/", "/meshwright/")  # whose frames are not the caller's code
 LIMIT = timedelta(minutes=5)  # for a collective, in which ranks wait for one that does not call it
 
 
@@ -48,9 +49,9 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
                 'needs `if __name__ == "__main__":`, because processes import it'
             ) from error
         results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
-    errors = [result for result in results if isinstance(result, RankError)]
-    if errors:
-        raise PlanError(f"check: {min(errors, key=lambda error: error.is_of_others)}")
+    failures = [result for result in results if isinstance(result, RankFailure)]
+    if failures:
+        raise PlanError(f"check: {min(failures, key=lambda each: each.is_of_others).text}")
     return results
 
 
@@ -65,15 +66,12 @@ def _wait(context: ProcessContext) -> None:
         raise
 
 
-class RankError(Exception):
+@dataclass(frozen=True)
+class RankFailure:
     """Why a rank failed. `is_of_others`: whether only because another did."""
 
-    def __init__(self, text: str, is_of_others: bool) -> None:
-        super().__init__(text, is_of_others)
-        self.text, self.is_of_others = text, is_of_others
-
-    def __str__(self) -> str:
-        return self.text
+    text: str
+    is_of_others: bool
 
 
 def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
@@ -97,11 +95,9 @@ def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
         result = function(*job)
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [
-            f for f in frames if "/site-packages/" not in f.filename and "/meshwright/" not in f.filename
-        ]
+        theirs = [f for f in frames if not any(folder in f.filename for folder in LIBRARIES)]
         where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
         closed = "Connection closed" in str(error) or "Timed out" in str(error)
-        result = RankError(f"{type(error).__name__}: {error}{where}", closed)
+        result = RankFailure(f"{type(error).__name__}: {error}{where}", closed)
     torch.save(result, f"{folder}/{rank}.pt")
     os._exit(0)  # other ranks may still wait for one that failed
