@@ -14,7 +14,6 @@ from meshwright.parallel.check.kinds import (
     NARROW,
     TOLERANCE,
     Place,
-    common_factor,
     kind,
     places_of_slices,
     relative_error,
@@ -30,14 +29,12 @@ class Comparison:
 
     Args:
         tolerance: of a relative difference
-        factor: which all gradients may have in common
     """
 
     mesh: MeshPlan
     twin: RankRecord
     ranks: Sequence[RankRecord]
     tolerance: float
-    factor: float = 1.0
 
     def report(self) -> CheckReport:
         """Return what differs, up to the first moment at which something does."""
@@ -65,8 +62,8 @@ class Comparison:
         )
 
     def _hints(self, differences: Sequence[Mismatch]) -> Iterator[str]:
-        if abs(self.factor - 1) > TOLERANCE:
-            yield f"gradients are {self.factor:.3g} times the sum over data-parallel ranks and micro batches"
+        if abs(self.twin.factor - 1) > TOLERANCE:
+            yield f"gradients are {self.twin.factor:.3g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
         changes = [t for seen, t in self.ranks[0].tensors.items() if seen.what == "change" and t is not None]
@@ -82,7 +79,7 @@ class Comparison:
         frozen = set[str]().union(*(rank.frozen for rank in self.ranks)) - set(self.twin.frozen)
         for name in sorted(frozen):
             kind = "frozen by the sharding: if that is meant, freeze it in the model"
-            yield Mismatch(START, str(Seen(START, "gradient", name)), math.inf, math.nan, kind)
+            yield _not_comparable(Seen(START, "gradient", name), kind)
 
     def _at(self, moment: str) -> list[Seen]:
         """Return what a rank or the twin has at a moment, each tied parameter once: outputs first, then from
@@ -105,7 +102,7 @@ class Comparison:
         tensor = self.twin.tensors.get(replace(seen, name=self.twin.tied.get(seen.name, seen.name)))
         if tensor is None:
             return None
-        tensor = tensor.float() * (self.factor if seen.what == "gradient" else 1.0)
+        tensor = tensor.float() * (self.twin.factor if seen.what == "gradient" else 1.0)
         place = self._slices.get((rank, seen.name))
         return tensor if place is None else tensor.index_select(*place)
 
@@ -115,15 +112,13 @@ class Comparison:
         found = [rank.tensors.get(seen) for rank in self.ranks]
         if all(tensor is None for tensor in expected):
             if seen.what == "gradient" and any(t is not None and bool(t.any()) for t in found):
-                return Mismatch(
-                    seen.moment, str(seen), math.inf, math.nan, "one process has no gradient of it"
-                )
+                return _not_comparable(seen, "one process has no gradient of it")
             return f"{seen}, which one process does not have"
         whole = [t if t is not None else torch.zeros(()) for t in expected]
         lacking = [rank for rank, tensor in enumerate(found) if tensor is None and bool(whole[rank].any())]
         if lacking:
             where = "" if len(lacking) == len(found) else f" on rank {', '.join(map(str, lacking))}"
-            return Mismatch(seen.moment, str(seen), math.inf, math.nan, f"missing{where}")
+            return _not_comparable(seen, f"missing{where}")
         have = [
             t.float() if t is not None else torch.zeros_like(e) for t, e in zip(found, whole, strict=True)
         ]
@@ -134,7 +129,7 @@ class Comparison:
         for tensor, of_twin in zip(have, whole, strict=True):
             if tensor.shape != of_twin.shape:
                 shapes = f"shape {tuple(tensor.shape)}, of one process {tuple(of_twin.shape)}"
-                return Mismatch(seen.moment, str(seen), math.inf, math.nan, shapes)
+                return _not_comparable(seen, shapes)
         floor = FLOOR * self._largest_gradient(seen.moment) if seen.what == "gradient" else 0.0
         rounding = self._rounding(seen.name) if seen.what == "change" else 0.0
         pairs = zip(have, whole, strict=True)
@@ -173,7 +168,7 @@ class Comparison:
 
     def _largest_gradient(self, moment: str) -> float:
         norms = [float(t.norm()) for t in self.twin.of(moment, "gradient").values() if t is not None]
-        return self.factor * max(norms, default=0.0)
+        return self.twin.factor * max(norms, default=0.0)
 
     def _of_each_data_rank(self, found: Sequence[Tensor]) -> bool:
         """Whether ranks that get the same rows have the same, and others have not."""
@@ -182,11 +177,12 @@ class Comparison:
         return alike and any(not torch.equal(found[group[0]], found[groups[0][0]]) for group in groups)
 
 
+def _not_comparable(seen: Seen, kind: str) -> Mismatch:
+    return Mismatch(seen.moment, str(seen), math.inf, math.nan, kind)
+
+
 def compare_recorded(
     mesh: MeshPlan, twin: RankRecord, ranks: Sequence[RankRecord], tolerance: float = TOLERANCE
 ) -> CheckReport:
-    """Return how the ranks differ from their twin: the report of a check. With a loop of theirs, which the
-    twin ran too, a factor that all gradients have in common is a fault."""
-    moments = list(dict.fromkeys(seen.moment for seen in ranks[0].tensors if seen.what == "gradient"))
-    factor = common_factor(twin, ranks, moments[0]) if twin.parts and moments else 1.0
-    return Comparison(mesh, twin, ranks, tolerance, factor).report()
+    """Return how the ranks differ from their twin: the report of a check."""
+    return Comparison(mesh, twin, ranks, tolerance).report()

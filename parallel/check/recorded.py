@@ -35,6 +35,7 @@ class RankRecord:
     Args:
         tensors: whole ones as far as torch knows: DTensors are gathered, plain ones are this rank's
         of_rank: of the twin: the outputs, by the index of a data-parallel rank
+        factor: of the twin: which all gradients of the ranks have in common; a fault in a loop of theirs
         parts: of the twin: each part of a gradient, [data-parallel ranks, micro batches, *shape]
         tied: names of one parameter, those after the first by the first
         frozen: parameters without a gradient
@@ -45,6 +46,7 @@ class RankRecord:
 
     tensors: dict[Seen, Tensor | None] = field(default_factory=dict)
     of_rank: dict[tuple[int, Seen], Tensor] = field(default_factory=dict)
+    factor: float = 1.0
     parts: dict[Seen, Tensor] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
