@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.check.kinds import (
-    FLOOR,
     NARROW,
     TOLERANCE,
     Place,
+    floor_of,
     kind,
     places_of_slices,
     relative_error,
@@ -40,8 +40,9 @@ class Comparison:
         """Return what differs, up to the first moment at which something does."""
         compared, largest, differences, notes = 0, 0.0, [*self._frozen()], list[str]()
         for moment in dict.fromkeys(seen.moment for seen in self.ranks[0].tensors):
+            floor = self.twin.factor * floor_of(self.twin.of(moment, "gradient").values())
             for seen in self._at(moment):
-                found = self._of_tensor(seen)
+                found = self._of_tensor(seen, floor if seen.what == "gradient" else 0.0)
                 if isinstance(found, str):
                     notes.append(found)
                     continue
@@ -62,8 +63,8 @@ class Comparison:
         )
 
     def _hints(self, differences: Sequence[Mismatch]) -> Iterator[str]:
-        if abs(self.twin.factor - 1) > TOLERANCE:
-            yield f"gradients are {self.twin.factor:.3g} times the sum over data-parallel ranks and micro batches"
+        if abs((factor := self.twin.factor) - 1) > TOLERANCE:
+            yield f"gradients are {factor:.3g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
         changes = [t for seen, t in self.ranks[0].tensors.items() if seen.what == "change" and t is not None]
@@ -106,7 +107,7 @@ class Comparison:
         place = self._slices.get((rank, seen.name))
         return tensor if place is None else tensor.index_select(*place)
 
-    def _of_tensor(self, seen: Seen) -> Mismatch | str:
+    def _of_tensor(self, seen: Seen, floor: float) -> Mismatch | str:
         """Return how one tensor differs, or why it is not compared."""
         expected = [self._expected(seen, rank) for rank in range(len(self.ranks))]
         found = [rank.tensors.get(seen) for rank in self.ranks]
@@ -130,7 +131,6 @@ class Comparison:
             if tensor.shape != of_twin.shape:
                 shapes = f"shape {tuple(tensor.shape)}, of one process {tuple(of_twin.shape)}"
                 return _not_comparable(seen, shapes)
-        floor = FLOOR * self._largest_gradient(seen.moment) if seen.what == "gradient" else 0.0
         rounding = self._rounding(seen.name) if seen.what == "change" else 0.0
         pairs = zip(have, whole, strict=True)
         errors = [relative_error(t, e.float(), floor, rounding=rounding) for t, e in pairs]
@@ -165,10 +165,6 @@ class Comparison:
         """Return the norm of what rounding makes of the values of a parameter."""
         value = self.twin.tensors.get(Seen(START, "value", self.twin.tied.get(name, name)))
         return 0.0 if value is None else 2**-22 * float(value.float().norm())
-
-    def _largest_gradient(self, moment: str) -> float:
-        norms = [float(t.norm()) for t in self.twin.of(moment, "gradient").values() if t is not None]
-        return self.twin.factor * max(norms, default=0.0)
 
     def _of_each_data_rank(self, found: Sequence[Tensor]) -> bool:
         """Whether ranks that get the same rows have the same, and others have not."""

@@ -24,10 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright.parallel.check.compare import compare_recorded
 from meshwright.parallel.check.kinds import (
-    FLOOR,
     NARROW,
     TOLERANCE,
     common_factor,
+    floor_of,
     joined_gradients,
     relative_error,
 )
@@ -286,7 +286,7 @@ def gradients_of_optimizers(
         stepped.update(own)
         if not others:
             return
-        floor = FLOOR * max((float(g.norm()) for g in own.values() if g is not None), default=0.0)
+        floor = floor_of(own.values())
         for name, gradient in own.items():
             other = others.get(name)
             if gradient is None or other is None or relative_error(other, gradient, floor)[0] > NARROW:

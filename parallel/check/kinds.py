@@ -2,7 +2,7 @@
 the ranks of a check have, and of what one process computes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import torch
@@ -38,6 +38,11 @@ def relative_error(
     scale = float((tensor * expected).sum()) / norm**2
     exact = float((tensor - scale * expected).norm()) / norm <= tolerance
     return error, (scale if exact else math.nan)
+
+
+def floor_of(gradients: Iterable[Tensor | None]) -> float:
+    """Return the norm with which smaller gradients are compared."""
+    return FLOOR * max((float(g.norm()) for g in gradients if g is not None), default=0.0)
 
 
 def common_factor(twin: RankRecord, ranks: Sequence[RankRecord], moment: str) -> float:
