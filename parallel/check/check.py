@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.check.kinds import TOLERANCE, floor_of, relative_error
@@ -36,6 +35,7 @@ from meshwright.parallel.model.parts import (
     kind_of_loss,
     outputs_of_parts,
     own_part,
+    repeated_rows,
     rows_of,
     some_rows,
 )
@@ -192,8 +192,7 @@ def micro_batches(sharded: ShardedModel, example: Example) -> list[Example]:
     part = own_part(example, sharded.data_rank, sharded.plan.mesh.data_parallel)
     if sharded.plan.accumulation == 1:
         return [part]
-    if (rows := rows_of(part)) < 3:
-        part = tree_map_only(Tensor, lambda t: torch.cat([t] * 3) if t.shape[:1] == (rows,) else t, part)
+    part = repeated_rows(part, 3)
     third = rows_of(part) // 3
     return [some_rows(part, 0, third), some_rows(part, third, rows_of(part))]
 
