@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from benchmarks.legal.pairs import BY_HAND, FULL, PAIRS, THEIRS, Pair, pairs_of_every_model
 from benchmarks.support.forked_ranks import RankError, run_forked
 from benchmarks.support.harness import BenchResult, Measurement, run_benchmark
@@ -21,6 +19,7 @@ from meshwright.parallel.check.foreign import record_rank, record_twin
 from meshwright.parallel.check.recorded import RankRecord
 from meshwright.parallel.check.report import CheckReport
 from meshwright.parallel.check.subject import Subject
+from meshwright.parallel.mesh import gather_from_all
 from meshwright.parallel.plan.schema import MeshPlan
 from meshwright.tools.processes import BenchError
 
@@ -33,11 +32,8 @@ ONE_RANK = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
 
 
 def records(subject: Subject) -> list[RankRecord]:
-    """Return on rank 0 what all ranks record. Every rank calls it."""
-    own = record_rank(subject)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(own, found if dist.get_rank() == 0 else None)
-    return found
+    """Return what all ranks record. Every rank calls it."""
+    return gather_from_all(record_rank(subject))
 
 
 def judged(subject: Subject, ranks: Sequence[RankRecord]) -> CheckReport:

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.parallel.apply import apply_plan
-from meshwright.parallel.check.kinds import FLOOR, TOLERANCE, relative_error
+from meshwright.parallel.check.kinds import TOLERANCE, floor_of, relative_error
 from meshwright.parallel.check.processes import run_ranks
 from meshwright.parallel.check.report import CheckReport, Mismatch
 from meshwright.parallel.check.small_plan import compilable_on_cpu, cut_model, eager, not_run, small_plan
-from meshwright.parallel.check.values import moved, with_random_ids
+from meshwright.parallel.check.values import moved, whole_outputs, with_random_ids
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients, full_tensor
 from meshwright.parallel.mesh import build_mesh, gather_from_all
@@ -36,6 +35,7 @@ from meshwright.parallel.model.parts import (
     kind_of_loss,
     outputs_of_parts,
     own_part,
+    repeated_rows,
     rows_of,
     some_rows,
 )
@@ -82,7 +82,8 @@ def check(
             "model of the same classes and its plan"
         )
     narrow = small_plan(plan, cut, narrow=True)
-    found = run_processes(small, cut, example, gradients, None if narrow == small else narrow)
+    job = small, cut, example, gradients, None if narrow == small else narrow
+    found: dict[str, Any] = run_ranks(compare, small.mesh.world_size, job)[0]
     parts = found.pop("parts")
     found |= {
         "loss": kind_of_loss(parts, loss) if loss else "",
@@ -90,13 +91,6 @@ def check(
         "not_run": (*not_run(plan, small), *found["not_run"]),
     }
     return CheckReport(small.mesh, blocks, **found)
-
-
-def run_processes(plan: Plan, *job: Any) -> dict[str, Any]:
-    """Compare on as many processes as the plan has, and return what they found together. `job`: the other
-    arguments of `compare`."""
-    found: dict[str, Any] = run_ranks(compare, plan.mesh.world_size, (plan, *job))[0]
-    return found
 
 
 def compare(
@@ -135,7 +129,7 @@ def compare(
         sharded = _shard(model, of_run, mesh, values, gradients)
         expected = expected or expected_results(unsharded, sharded, example)
         results = sharded_results(sharded, example)
-        floor = FLOOR * max(float(t.norm()) for name, t in expected.items() if not _is_output(name))
+        floor = floor_of(t for name, t in expected.items() if not _is_output(name))
         for name in expected | results:
             nothing = torch.zeros_like((expected | results)[name])
             error, scale = relative_error(
@@ -198,8 +192,7 @@ def micro_batches(sharded: ShardedModel, example: Example) -> list[Example]:
     part = own_part(example, sharded.data_rank, sharded.plan.mesh.data_parallel)
     if sharded.plan.accumulation == 1:
         return [part]
-    if (rows := rows_of(part)) < 3:
-        part = tree_map_only(Tensor, lambda t: torch.cat([t] * 3) if t.shape[:1] == (rows,) else t, part)
+    part = repeated_rows(part, 3)
     third = rows_of(part) // 3
     return [some_rows(part, 0, third), some_rows(part, third, rows_of(part))]
 
@@ -257,10 +250,8 @@ def moved_values(model: nn.Module, plan: Plan, mesh: Any) -> dict[str, Tensor]:
         sharded = apply_plan(on_meta(model), plan, mesh, gradients="sum")
         materialize(sharded, seed=0)
         model = sharded.model
-    values = {}
-    for name, tensor in model.named_buffers(remove_duplicate=False):
-        values[name] = tensor.detach().clone()
-    return values | moved(model)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {name: buffer.detach().clone() for name, buffer in buffers} | moved(model)
 
 
 def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
@@ -271,8 +262,7 @@ def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 def _backward(model: nn.Module, part: Example, seed: int, own: Tensor | None) -> list[Tensor]:
     """Run forward and backward of a sum of the outputs with fixed random factors. Returns the outputs."""
     torch.manual_seed(seed)
-    outputs = [leaf for leaf in tree_leaves(call(model, part, own)) if isinstance(leaf, Tensor)]
-    outputs = [output for output in outputs if output.is_floating_point()]
+    outputs = whole_outputs(call(model, part, own))
     generator, factors = torch.Generator().manual_seed(seed), []
     for output in outputs:
         if own is None or output.dim() < 2:

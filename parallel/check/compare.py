@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.check.kinds import (
-    FLOOR,
     NARROW,
     TOLERANCE,
     Place,
-    common_factor,
+    floor_of,
     kind,
     places_of_slices,
     relative_error,
@@ -30,21 +29,20 @@ class Comparison:
 
     Args:
         tolerance: of a relative difference
-        factor: which all gradients may have in common
     """
 
     mesh: MeshPlan
     twin: RankRecord
     ranks: Sequence[RankRecord]
     tolerance: float
-    factor: float = 1.0
 
     def report(self) -> CheckReport:
         """Return what differs, up to the first moment at which something does."""
         compared, largest, differences, notes = 0, 0.0, [*self._frozen()], list[str]()
         for moment in dict.fromkeys(seen.moment for seen in self.ranks[0].tensors):
+            floor = self.twin.factor * floor_of(self.twin.of(moment, "gradient").values())
             for seen in self._at(moment):
-                found = self._of_tensor(seen)
+                found = self._of_tensor(seen, floor if seen.what == "gradient" else 0.0)
                 if isinstance(found, str):
                     notes.append(found)
                     continue
@@ -65,8 +63,8 @@ class Comparison:
         )
 
     def _hints(self, differences: Sequence[Mismatch]) -> Iterator[str]:
-        if abs(self.factor - 1) > TOLERANCE:
-            yield f"gradients are {self.factor:.3g} times the sum over data-parallel ranks and micro batches"
+        if abs((factor := self.twin.factor) - 1) > TOLERANCE:
+            yield f"gradients are {factor:.3g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
         changes = [t for seen, t in self.ranks[0].tensors.items() if seen.what == "change" and t is not None]
@@ -82,7 +80,7 @@ class Comparison:
         frozen = set[str]().union(*(rank.frozen for rank in self.ranks)) - set(self.twin.frozen)
         for name in sorted(frozen):
             kind = "frozen by the sharding: if that is meant, freeze it in the model"
-            yield Mismatch(START, str(Seen(START, "gradient", name)), math.inf, math.nan, kind)
+            yield _not_comparable(Seen(START, "gradient", name), kind)
 
     def _at(self, moment: str) -> list[Seen]:
         """Return what a rank or the twin has at a moment, each tied parameter once: outputs first, then from
@@ -105,25 +103,23 @@ class Comparison:
         tensor = self.twin.tensors.get(replace(seen, name=self.twin.tied.get(seen.name, seen.name)))
         if tensor is None:
             return None
-        tensor = tensor.float() * (self.factor if seen.what == "gradient" else 1.0)
+        tensor = tensor.float() * (self.twin.factor if seen.what == "gradient" else 1.0)
         place = self._slices.get((rank, seen.name))
         return tensor if place is None else tensor.index_select(*place)
 
-    def _of_tensor(self, seen: Seen) -> Mismatch | str:
+    def _of_tensor(self, seen: Seen, floor: float) -> Mismatch | str:
         """Return how one tensor differs, or why it is not compared."""
         expected = [self._expected(seen, rank) for rank in range(len(self.ranks))]
         found = [rank.tensors.get(seen) for rank in self.ranks]
         if all(tensor is None for tensor in expected):
             if seen.what == "gradient" and any(t is not None and bool(t.any()) for t in found):
-                return Mismatch(
-                    seen.moment, str(seen), math.inf, math.nan, "one process has no gradient of it"
-                )
+                return _not_comparable(seen, "one process has no gradient of it")
             return f"{seen}, which one process does not have"
         whole = [t if t is not None else torch.zeros(()) for t in expected]
         lacking = [rank for rank, tensor in enumerate(found) if tensor is None and bool(whole[rank].any())]
         if lacking:
             where = "" if len(lacking) == len(found) else f" on rank {', '.join(map(str, lacking))}"
-            return Mismatch(seen.moment, str(seen), math.inf, math.nan, f"missing{where}")
+            return _not_comparable(seen, f"missing{where}")
         have = [
             t.float() if t is not None else torch.zeros_like(e) for t, e in zip(found, whole, strict=True)
         ]
@@ -134,8 +130,7 @@ class Comparison:
         for tensor, of_twin in zip(have, whole, strict=True):
             if tensor.shape != of_twin.shape:
                 shapes = f"shape {tuple(tensor.shape)}, of one process {tuple(of_twin.shape)}"
-                return Mismatch(seen.moment, str(seen), math.inf, math.nan, shapes)
-        floor = FLOOR * self._largest_gradient(seen.moment) if seen.what == "gradient" else 0.0
+                return _not_comparable(seen, shapes)
         rounding = self._rounding(seen.name) if seen.what == "change" else 0.0
         pairs = zip(have, whole, strict=True)
         errors = [relative_error(t, e.float(), floor, rounding=rounding) for t, e in pairs]
@@ -171,22 +166,19 @@ class Comparison:
         value = self.twin.tensors.get(Seen(START, "value", self.twin.tied.get(name, name)))
         return 0.0 if value is None else 2**-22 * float(value.float().norm())
 
-    def _largest_gradient(self, moment: str) -> float:
-        norms = [float(t.norm()) for t in self.twin.of(moment, "gradient").values() if t is not None]
-        return self.factor * max(norms, default=0.0)
-
     def _of_each_data_rank(self, found: Sequence[Tensor]) -> bool:
         """Whether ranks that get the same rows have the same, and others have not."""
-        groups = [*groups_over(self.mesh, ("cp", "tp"))]
+        groups = groups_over(self.mesh, ("cp", "tp"))
         alike = all(torch.equal(found[rank], found[group[0]]) for group in groups for rank in group)
         return alike and any(not torch.equal(found[group[0]], found[groups[0][0]]) for group in groups)
+
+
+def _not_comparable(seen: Seen, kind: str) -> Mismatch:
+    return Mismatch(seen.moment, str(seen), math.inf, math.nan, kind)
 
 
 def compare_recorded(
     mesh: MeshPlan, twin: RankRecord, ranks: Sequence[RankRecord], tolerance: float = TOLERANCE
 ) -> CheckReport:
-    """Return how the ranks differ from their twin: the report of a check. With a loop of theirs, which the
-    twin ran too, a factor that all gradients have in common is a fault."""
-    moments = list(dict.fromkeys(seen.moment for seen in ranks[0].tensors if seen.what == "gradient"))
-    factor = common_factor(twin, ranks, moments[0]) if twin.parts and moments else 1.0
-    return Comparison(mesh, twin, ranks, tolerance, factor).report()
+    """Return how the ranks differ from their twin: the report of a check."""
+    return Comparison(mesh, twin, ranks, tolerance).report()

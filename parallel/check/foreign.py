@@ -24,10 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright.parallel.check.compare import compare_recorded
 from meshwright.parallel.check.kinds import (
-    FLOOR,
     NARROW,
     TOLERANCE,
     common_factor,
+    floor_of,
     joined_gradients,
     relative_error,
 )
@@ -37,7 +37,7 @@ from meshwright.parallel.check.report import CheckReport
 from meshwright.parallel.check.subject import MICRO_BATCHES, Subject
 from meshwright.parallel.check.values import whole_outputs
 from meshwright.parallel.errors import PlanError
-from meshwright.parallel.fsdp import full_tensor
+from meshwright.parallel.fsdp import full_tensor, names_by_parameter
 from meshwright.parallel.mesh import gather_from_all
 from meshwright.parallel.model.forward import Example
 from meshwright.parallel.model.parts import call, some_rows
@@ -72,7 +72,7 @@ def record_rank(subject: Subject) -> RankRecord:
     mesh = subject.device_mesh()
     model = subject.sharded(model, mesh)
     found = RankRecord(whole=not any(isinstance(p, DTensor) for p in model.parameters()))
-    look(found, START, model, anew=True)
+    look(found, START, model)
     found.tied = ties(model)
     found.frozen = frozen(model)
     if subject.loop is not None:
@@ -90,7 +90,7 @@ def record_rank(subject: Subject) -> RankRecord:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
     for step in range(STEPS):
         for number, part in enumerate(subject.batches(example, step)[own]):
-            moment = f"step {step + 1}, micro batch {number + 1}"
+            moment = _moment(step, number)
             outputs = backward(model, part, _seed(own, number))
             found.tensors |= {Seen(moment, "output", str(i)): output for i, output in enumerate(outputs)}
             found.tensors |= {Seen(moment, "gradient", n): g for n, g in gradients(model).items()}
@@ -108,13 +108,12 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
     found = RankRecord(tied=ties(model), frozen=frozen(model))
     for name, parameter in named(model):
         parameter.requires_grad_(parameter.requires_grad and name not in ranks[0].frozen)
-    look(found, START, model, anew=True)
+    look(found, START, model)
     if subject.loop is not None:
         _record_loop(subject, found, model, example, None, ranks)
         return found
     model.train(not any(rank.notes for rank in ranks))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
-    factor = 1.0
     for step in range(STEPS):
         batches, parts = subject.batches(example, step), dict[str, Tensor]()
         trained = {name: p for name, p in named(model) if p.requires_grad and name not in found.tied}
@@ -122,7 +121,7 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
             parts[name] = parameter.new_zeros(len(batches), MICRO_BATCHES, *parameter.shape)
         used = set[str]()
         for number in range(MICRO_BATCHES):
-            moment = f"step {step + 1}, micro batch {number + 1}"
+            moment = _moment(step, number)
             for rank, of_rank in enumerate(batches):
                 outputs = backward(model, of_rank[number], _seed(rank, number))
                 for i, output in enumerate(outputs):
@@ -138,9 +137,9 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
                 if step == 0:
                     found.parts[seen] = parts[name][:, : number + 1].clone()
         if step == 0:
-            factor = common_factor(found, ranks, moment)
+            found.factor = common_factor(found, ranks, _moment(0, 0))
         for name in used:
-            trained[name].grad = factor * parts[name].sum((0, 1))
+            trained[name].grad = found.factor * parts[name].sum((0, 1))
         optimizer.step()
         optimizer.zero_grad()
         look(found, f"after step {step + 1}", model)
@@ -204,19 +203,19 @@ def _record_loop(
     model = subject.sharded(subject.built()[0].to(subject.device).train(), mesh)
     loop = subject.loop(model, mesh)
     loop.load(subject.folder)
-    look(found, f"{saved_at}{LOADED}", model, anew=True)
+    found.last.clear()
+    look(found, f"{saved_at}{LOADED}", model)
     run(loop, model, STEPS, f"{last}{LOADED}")
 
 
-def look(found: RankRecord, moment: str, model: nn.Module, anew: bool = False) -> None:
+def look(found: RankRecord, moment: str, model: nn.Module) -> None:
     """Record the parameters of a model, or what changed since the last look, because a step of a real
     learning rate changes little of a value; and buffers, after a load without those that are not saved."""
     for name, parameter in named(model):
         value = whole(parameter)
-        known = not anew and name in found.last
-        found.tensors[Seen(moment, "change" if known else "value", name)] = (
-            value - found.last[name] if known else value
-        )
+        last = found.last.get(name)
+        seen = Seen(moment, "value" if last is None else "change", name)
+        found.tensors[seen] = value if last is None else value - last
         found.last[name] = value
     saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():
@@ -246,9 +245,8 @@ def clean(name: str) -> str:
 
 def ties(model: nn.Module) -> dict[str, str]:
     """Return the names of one parameter after the first, with the first."""
-    first: dict[int, str] = {}
-    found = {name: first.setdefault(id(parameter), name) for name, parameter in named(model)}
-    return {name: of for name, of in found.items() if name != of}
+    shared = names_by_parameter(model).values()
+    return {clean(name): clean(first) for first, *others in shared for name in others}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -259,8 +257,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def gathered(of: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Return gradients whole, as far as torch knows; None: there is none. A DTensor is gathered only if all
     ranks have it. Every rank calls it."""
-    has = [{name for name, g in of.items() if g is not None}]
-    everywhere = set.intersection(*(gather_from_all(has[0]) if dist.is_initialized() else has))
+    everywhere = set.intersection(*gather_from_all({name for name, g in of.items() if g is not None}))
     return {
         name: None if g is None or (isinstance(g, DTensor) and name not in everywhere) else whole(g)
         for name, g in of.items()
@@ -289,7 +286,7 @@ def gradients_of_optimizers(
         stepped.update(own)
         if not others:
             return
-        floor = FLOOR * max((float(g.norm()) for g in own.values() if g is not None), default=0.0)
+        floor = floor_of(own.values())
         for name, gradient in own.items():
             other = others.get(name)
             if gradient is None or other is None or relative_error(other, gradient, floor)[0] > NARROW:
@@ -352,6 +349,10 @@ def is_random(model: nn.Module, example: Example) -> bool:
     with torch.no_grad():
         call(model, some_rows(example, 0, 1))
     return not all(map(torch.equal, before, states()))
+
+
+def _moment(step: int, number: int) -> str:
+    return f"step {step + 1}, micro batch {number + 1}"
 
 
 def _seed(rank: int, number: int) -> int:

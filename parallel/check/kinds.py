@@ -2,14 +2,14 @@
 the ranks of a check have, and of what one process computes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from meshwright.parallel.check.recorded import DATA_AXES, START, RankRecord, Seen, data_rank, groups_over
-from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.plan.schema import AXES, MeshPlan
 
 TOLERANCE = 1e-4  # of a relative difference in float32, which rounding keeps below 1e-5
 NARROW = 5e-2  # below it a difference may be the rounding of bfloat16
@@ -38,6 +38,11 @@ def relative_error(
     scale = float((tensor * expected).sum()) / norm**2
     exact = float((tensor - scale * expected).norm()) / norm <= tolerance
     return error, (scale if exact else math.nan)
+
+
+def floor_of(gradients: Iterable[Tensor | None]) -> float:
+    """Return the norm with which smaller gradients are compared."""
+    return FLOOR * max((float(g.norm()) for g in gradients if g is not None), default=0.0)
 
 
 def common_factor(twin: RankRecord, ranks: Sequence[RankRecord], moment: str) -> float:
@@ -139,9 +144,8 @@ def kind(expected: Tensor, found: Sequence[Tensor], parts: Tensor | None, mesh: 
 
 
 def _of_factor(scale: float, mesh: MeshPlan) -> str:
-    axes = [axis for axis in (*DATA_AXES, "cp", "tp") if getattr(mesh, axis) > 1]
     text = f"{scale:.3g} times what it should be"
-    for axis in axes:
+    for axis in (axis for axis in AXES if getattr(mesh, axis) > 1):
         if math.isclose(scale, getattr(mesh, axis), rel_tol=1e-3):
             return f"{text}: not divided by {axis}, or summed over it where each rank has all"
         if math.isclose(scale, 1 / getattr(mesh, axis), rel_tol=1e-3):
@@ -167,7 +171,7 @@ def _of_parts(found: Sequence[Tensor], parts: Tensor, mesh: MeshPlan) -> str:
         return f"only of micro batch {', '.join(str(int(i) + 1) for i in of_number.nonzero())}"
     for axes in (("dp_shard",), ("dp_replicate",), DATA_AXES):
         own = torch.zeros_like(of_rank)
-        for group in groups_over(mesh, tuple(axis for axis in (*DATA_AXES, "cp", "tp") if axis not in axes)):
+        for group in groups_over(mesh, tuple(axis for axis in AXES if axis not in axes)):
             for rank in group:
                 own[rank, [data_rank(mesh, other) for other in group]] = True
         if not bool(own.all()) and torch.equal(own, of_rank):

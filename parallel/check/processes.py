@@ -7,6 +7,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, parent_process, resource_tracker, set_forkserver_preload
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 
 from meshwright.parallel.errors import PlanError
 
-LIBRARIES = ("/site-packages/", "/meshwright/", "<")  # whose frames are not the caller's code
+LIBRARIES = ("/site-packages/", "/meshwright/")  # whose frames are not the caller's code
 LIMIT = timedelta(minutes=5)  # for a collective, in which ranks wait for one that does not call it
 
 
@@ -53,9 +54,9 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
                 'needs `if __name__ == "__main__":`, because processes import it'
             ) from error
         results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
-    errors = [result for result in results if isinstance(result, RankError)]
-    if errors:
-        raise PlanError(f"check: {min(errors, key=lambda error: error.is_of_others)}")
+    failures = [result for result in results if isinstance(result, RankFailure)]
+    if failures:
+        raise PlanError(f"check: {min(failures, key=lambda each: each.is_of_others).text}")
     return results
 
 
@@ -80,15 +81,12 @@ def _wait(context: ProcessContext) -> None:
         raise
 
 
-class RankError(Exception):
+@dataclass(frozen=True)
+class RankFailure:
     """Why a rank failed. `is_of_others`: whether only because another did."""
 
-    def __init__(self, text: str, is_of_others: bool) -> None:
-        super().__init__(text, is_of_others)
-        self.text, self.is_of_others = text, is_of_others
-
-    def __str__(self) -> str:
-        return self.text
+    text: str
+    is_of_others: bool
 
 
 def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
@@ -121,6 +119,6 @@ def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
         where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
         kind = "" if isinstance(error, PlanError) else f"{type(error).__name__}: "
         closed = "Connection closed" in str(error) or "Timed out" in str(error)
-        result = RankError(f"{kind}{str(error).removeprefix('check: ')}{where}", closed)
+        result = RankFailure(f"{kind}{str(error).removeprefix('check: ')}{where}", closed)
     torch.save(result, f"{folder}/{rank}.pt")
     os._exit(0)  # other ranks may still wait for one that failed

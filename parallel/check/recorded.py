@@ -1,15 +1,15 @@
 """What a process of a check computed: tensors by the moment, what they are and their names, and how the ranks
 of a mesh share the batch."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.plan.schema import AXES, MeshPlan
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # in the order in which ranks are numbered
 DATA_AXES = AXES[:2]  # whose ranks get different rows; the others get the same ones
 START = "after sharding"
 
@@ -35,6 +35,7 @@ class RankRecord:
     Args:
         tensors: whole ones as far as torch knows: DTensors are gathered, plain ones are this rank's
         of_rank: of the twin: the outputs, by the index of a data-parallel rank
+        factor: of the twin: which all gradients of the ranks have in common; a fault in a loop of theirs
         parts: of the twin: each part of a gradient, [data-parallel ranks, micro batches, *shape]
         tied: names of one parameter, those after the first by the first
         frozen: parameters without a gradient
@@ -45,6 +46,7 @@ class RankRecord:
 
     tensors: dict[Seen, Tensor | None] = field(default_factory=dict)
     of_rank: dict[tuple[int, Seen], Tensor] = field(default_factory=dict)
+    factor: float = 1.0
     parts: dict[Seen, Tensor] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
@@ -58,22 +60,14 @@ class RankRecord:
         return {seen.name: t for seen, t in self.tensors.items() if (seen.moment, seen.what) == wanted}
 
 
-def coordinates(mesh: MeshPlan) -> list[dict[str, int]]:
-    """Return each rank's position on the axes."""
-    sizes = [getattr(mesh, axis) for axis in AXES]
-    grid = torch.cartesian_prod(*(torch.arange(size) for size in sizes)).view(-1, len(sizes))
-    return [dict(zip(AXES, row, strict=True)) for row in grid.tolist()]
-
-
 def data_rank(mesh: MeshPlan, rank: int) -> int:
     """Return the index of a rank's rows: 0 .. data_parallel - 1."""
-    position = coordinates(mesh)[rank]
-    return position["dp_replicate"] * mesh.dp_shard + position["dp_shard"]
+    return rank // (mesh.cp * mesh.tp)
 
 
-def groups_over(mesh: MeshPlan, axes: tuple[str, ...]) -> Iterator[list[int]]:
-    """Yield the groups of ranks that differ only in their positions on these axes."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, position in enumerate(coordinates(mesh)):
-        found.setdefault(tuple(n for axis, n in position.items() if axis not in axes), []).append(rank)
-    yield from found.values()
+def groups_over(mesh: MeshPlan, axes: tuple[str, ...]) -> list[list[int]]:
+    """Return the groups of ranks that differ only in their positions on these axes."""
+    ranks = torch.arange(mesh.world_size).view([getattr(mesh, axis) for axis in AXES])
+    grouped = ranks.permute(sorted(range(len(AXES)), key=lambda dim: AXES[dim] in axes))
+    found: list[list[int]] = grouped.reshape(-1, math.prod(getattr(mesh, axis) for axis in axes)).tolist()
+    return found

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from meshwright.parallel.check.recorded import AXES
 from meshwright.parallel.check.values import moved, with_random_ids
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.forward import Example, example_or_tokens
-from meshwright.parallel.model.parts import rows_of, some_rows
-from meshwright.parallel.plan.schema import MeshPlan
+from meshwright.parallel.model.parts import repeated_rows, rows_of, some_rows
+from meshwright.parallel.plan.schema import AXES, MeshPlan
 
 MICRO_BATCHES = 2
 MOST_PARAMETERS = 50_000_000
@@ -109,15 +108,3 @@ class Subject:
             found.append([some_rows(example, *pair) for pair in itertools.pairwise(ends)])
             start = ends[-1]
         return found
-
-
-def repeated_rows(example: Example, rows: int) -> Example:
-    """Return an example with at least so many rows: its own, again and again."""
-    have = rows_of(example)
-    index = torch.arange(max(rows, have)) % max(have, 1)
-
-    def repeat(tensor: Tensor) -> Tensor:
-        return tensor[index] if tensor.dim() and tensor.shape[0] == have else tensor
-
-    found: Example = tree_map_only(Tensor, repeat, example)
-    return found

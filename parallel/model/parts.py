@@ -48,6 +48,18 @@ def some_rows(example: Example, start: int, stop: int) -> Example:
     return part
 
 
+def repeated_rows(example: Example, rows: int) -> Example:
+    """Return an example with at least so many rows: its own, again and again."""
+    have = rows_of(example)
+    index = torch.arange(max(rows, have)) % max(have, 1)
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return tensor[index] if tensor.dim() and tensor.shape[0] == have else tensor
+
+    found: Example = tree_map_only(Tensor, repeat, example)
+    return found
+
+
 def call(model: nn.Module, part: Example, own: Tensor | None = None) -> Any:
     """Run the forward, on the tokens `own` only if it is given."""
     positions, shape = {}, (tokens_of(part),)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.gallery.faults import FAULTS
-from tests.gallery.test_gallery import reports_of
+from tests.gallery.test_gallery import reports_on
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof.md"
 BEGIN, END = "<!-- written by `python -m tests.gallery` -->\n", "<!-- end of what it writes -->"
@@ -18,7 +18,7 @@ def main() -> None:
     for fault in FAULTS:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            found = reports_of(fault, Path(folder))
+            found = reports_on(fault, Path(folder))
         seconds = time.monotonic() - start
         first = found["wrong"].differences[0] if found["wrong"].differences else None
         says = "nothing" if first is None else f"{first.run}: {first.name}: {first.kind or 'differs'}"

@@ -1,7 +1,7 @@
 """Shardings by hand, each right, and with a fault that somebody shipped in the modules or parameters whose
 names begin with `bad`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,14 +89,12 @@ def router_logits(model: Model, mesh: DeviceMesh, bad: Bad = ()) -> None:
     fsdp(model, mesh)
 
 
-def experts_over_dp(
-    model: Model, mesh: DeviceMesh, bad: Bad = (), detached: Bad = (), divided: Bad = ()
-) -> None:
+def experts_over_dp(model: Model, mesh: DeviceMesh, bad: Bad = (), detached: Bad = ()) -> None:
     """FSDP2, but experts are spread over the same ranks, to which all tokens are gathered.
 
     PyTorch 160285 (`bad`): FSDP2 takes a mean over two ranks, but gradients of experts stay a sum, as in
-    Megatron-LM #5956; transformers #48516 (`divided`): divided twice. AutoModel #2995 (`detached`): the
-    router's probabilities are gathered without a gradient.
+    Megatron-LM #5956. AutoModel #2995 (`detached`): the router's probabilities are gathered without a
+    gradient.
     """
     group = mesh.get_group("dp_shard")
     for name, experts in each(model, Experts):
@@ -213,6 +211,3 @@ def fsdp(model: Model, mesh: DeviceMesh, ignored: set[nn.Parameter] | None = Non
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp_shard"], ignored_params=ignored)
     fully_shard(model, mesh=mesh["dp_shard"], ignored_params=ignored)
-
-
-Sharding = Callable[..., None]

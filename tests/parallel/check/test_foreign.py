@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from meshwright.parallel.check.compare import compare_recorded
-from meshwright.parallel.check.foreign import record_rank, record_twin
 from meshwright.parallel.check.report import CheckReport
 from meshwright.parallel.check.subject import Subject
 from meshwright.parallel.plan.schema import MeshPlan
-from tests.support.worlds import run_ranks
+from tests.support.checks import reports_of
 
 
 class Net(nn.Module):
@@ -164,24 +162,9 @@ def subjects(folder: Path) -> Iterator[tuple[str, Subject]]:
         yield name, Subject(build, shard, MeshPlan(1, 2, 1), loop, folder / name)
 
 
-def record(folder: Path) -> None:
-    for name, subject in subjects(folder):
-        torch.save(record_rank(subject), folder / f"{name}.{dist.get_rank()}.pt")
-
-
-def compare(folder: Path) -> dict[str, CheckReport]:
-    found = {}
-    for name, subject in subjects(folder):
-        ranks = [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in range(2)]
-        found[name] = compare_recorded(subject.mesh, record_twin(subject, ranks), ranks)
-    return found
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckReport]:
-    folder = tmp_path_factory.mktemp("foreign")
-    run_ranks(2, record, folder)
-    return dict(run_ranks(1, compare, folder)[0])
+    return reports_of(subjects, tmp_path_factory.mktemp("foreign"))
 
 
 @pytest.mark.parametrize("name", CASES)
