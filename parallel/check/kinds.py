@@ -183,7 +183,7 @@ def _of_parts(found: Sequence[Tensor], parts: Tensor, mesh: MeshPlan) -> str:
     if torch.equal(used, used[:1, :1].expand_as(used)):
         most, least = int(used[0, 0].argmax()), int(used[0, 0].argmin())
         times = float(used[0, 0, most] / used[0, 0, least])
-        return f"micro batch {most + 1} counts {times:.3g} times as much as micro batch {least + 1}"
+        return f"micro batch {most + 1} counts {times:.2g} times as much as micro batch {least + 1}"
     weights = " ".join(f"{weight:g}" for weight in used[0].flatten().tolist())
     return f"the parts of the batch weigh {weights} (by data-parallel rank and micro batch), not alike"
 

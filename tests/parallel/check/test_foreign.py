@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from meshwright.parallel.check.foreign import is_random
 from meshwright.parallel.check.report import CheckReport
-from meshwright.parallel.check.subject import Subject
+from meshwright.parallel.check.subject import MOST_PARAMETERS, Subject
+from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import MeshPlan
 from tests.support.checks import reports_of
 
@@ -177,3 +179,22 @@ def test_what_is_wrong_is_said_first(name: str, reports: dict[str, CheckReport])
 def test_what_could_not_be_compared_is_said(reports: dict[str, CheckReport]) -> None:
     assert "no step changed any parameter" in reports["nothing"].hints
     assert any("no optimizer of torch" in each for each in reports["masters"].not_run)
+
+
+def test_random_numbers_of_training_are_noticed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+    assert is_random(model, (torch.ones(2, 8),))
+    assert not is_random(model.eval(), (torch.ones(2, 8),))
+
+
+@pytest.mark.parametrize("size", [8, MOST_PARAMETERS], ids=["without values", "too large"])
+def test_a_model_that_cannot_be_checked_is_refused(size: int) -> None:
+    def build() -> tuple[nn.Module, tuple[Tensor]]:
+        model = nn.Linear(size, 1, device="meta")
+        return (model if size == 8 else model.to_empty(device="cpu")), (torch.ones(2, size),)
+
+    subject = Subject(build, shard, MeshPlan(1, 1, 1))
+    with pytest.raises(PlanError):
+        subject.start()
+    with pytest.raises(PlanError):
+        subject.device_mesh()
