@@ -9,6 +9,7 @@ from meshwright.parallel.structure import Count, Integer, Natural, Share, conver
 Auto = Literal["auto"]
 Dtype = Literal["float32", "bfloat16"]  # float16 would need a gradient scaler
 Exchange = Literal["heads", "gather"]
+Kind = Literal["matrix", "embedding", "head", "router", "vector", "other"]  # of a parameter: model/kinds.py
 ReduceGradients = Literal["every_micro_batch", "last_micro_batch"]
 ActivationCheckpoint = Literal["none", "full", "selective", "budget", "offload"]
 Recipe = Literal["none", "tensorwise", "rowwise"]

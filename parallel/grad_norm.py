@@ -79,3 +79,10 @@ def _copies(grad: Tensor) -> int:
         mesh.size(axis) for axis, placement in enumerate(grad.placements) if not placement.is_replicate()
     ]
     return dist.get_world_size() // math.prod(shards)
+
+
+def divide_gradients(parameters: Sequence[Tensor], divisor: Tensor | None) -> None:
+    """Divide the parameters' gradients in place, by what `clip_divisor` returned."""
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    if divisor is not None and gradients:
+        torch._foreach_div_(gradients, divisor.to(gradients[0].device))

@@ -25,7 +25,7 @@ from meshwright.parallel.fsdp import (
     parameters_by_module,
     set_last_micro_batch,
 )
-from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
+from meshwright.parallel.grad_norm import clip_divisor, divide_gradients, gradient_norm
 from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
 from meshwright.parallel.plan.schema import Plan, leaves_parameters
 
@@ -137,9 +137,7 @@ class ShardedModel:
         if not parameters:
             raise PlanError("clip_grad_norm: there are no gradients: call it after the backwards of a step")
         norm = gradient_norm(parameters, torch.zeros(()))
-        divisor = clip_divisor(norm, max_norm)
-        if divisor is not None:
-            torch._foreach_div_([local_part(p.grad) for p in parameters if p.grad is not None], divisor)
+        divide_gradients(parameters, clip_divisor(norm, max_norm))
         return norm
 
     def complete_after_backwards(self) -> None:

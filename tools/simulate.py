@@ -33,7 +33,7 @@ from meshwright.tools.cli import (
     positive,
     run_tool,
 )
-from meshwright.train.config import OptimConfig, TrainingJob
+from meshwright.train.config import TrainingJob
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import make_batch_shape
@@ -99,7 +99,7 @@ def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
         return sharded[0].model
 
     def fill(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-        training.append(fill_training(sharded[0], job, OptimConfig(state_dtype=job.state_dtype), allocate))
+        training.append(fill_training(sharded[0], job, allocate))
         if precomputes_scales(plan):  # as after the first step
             scale_weights(model)
         return training[0].optimizer

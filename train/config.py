@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from meshwright.models.config import LlamaConfig
-from meshwright.parallel.config import ParallelConfig
+from meshwright.parallel.config import Kind, ParallelConfig
 from meshwright.parallel.structure import Amount, Count, Natural, Positive, Share, convert_fields
 
 Period = Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps between events; 0 is never
@@ -260,14 +260,57 @@ class MetricsConfig:
     gradient_norms: bool = False
 
 
+@dataclass(frozen=True)
+class MuonConfig:
+    """Muon, which orthogonalises the updates of matrices inside blocks (docs/optimizers.md).
+
+    Args:
+        momentum: decay rate of the momentum, which is Nesterov's
+        newton_schulz_dtype: in which matrices are exchanged and orthogonalised: auto is bfloat16 on a GPU and
+            float32 elsewhere
+        adjust_lr_fn: factor of the learning rate of a matrix, by torch's names: match_rms_adamw (0.2 x the
+            square root of its larger side, so that AdamW's learning rates hold) or original (the square root
+            of outputs / inputs, if these are fewer)
+        other_lr: peak learning rate of what AdamW updates; null is optim.lr
+        per_head: each head of queries, keys and values is a matrix of its own
+    """
+
+    momentum: DecayRate = 0.95
+    newton_schulz_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    other_lr: Amount | None = None
+    per_head: bool = False
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """How the parameters of a pattern are updated, instead of as their kind says; null: as it says.
+
+    Args:
+        kind: matrix, which Muon orthogonalises; or embedding, head, router, vector or other, which AdamW
+            updates
+        lr: peak learning rate
+        weight_decay: as optim.weight_decay
+        parts: of a matrix: sizes along its outputs of those that are stored together
+    """
+
+    kind: Kind | None = None
+    lr: Amount | None = None
+    weight_decay: Amount | None = None
+    parts: tuple[Count, ...] = ()
+
+
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
+OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with decoupled weight decay and a learning-rate schedule.
+    """An optimizer with decoupled weight decay and a learning-rate schedule.
 
     Args:
+        name: adamw; muon, for matrices inside blocks, with AdamW for all others; or MODULE:FUNCTION, a
+            function of yours of parameter groups that returns an optimizer (docs/optimizers.md)
         lr: peak learning rate
         betas: decay rates of the first and second moment
         eps: added to the square root of the second moment; greater than 0
@@ -280,8 +323,11 @@ class OptimConfig:
         decay_ratio: wsd only: fraction of all steps, at the end, in which the learning rate decays
         state_dtype: dtype of the two moments: float32, or bfloat16 with stochastic rounding, which takes half
             the memory
+        muon: of name=muon
+        groups: pattern of parameters -> kind, lr, weight_decay, parts of these (docs/optimizers.md)
     """
 
+    name: str = "adamw"
     lr: Amount = 3e-4
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     eps: Positive = 1e-8
@@ -291,8 +337,26 @@ class OptimConfig:
     min_lr_ratio: Share = 0.1
     decay_ratio: Share = 0.2
     state_dtype: Literal["float32", "bfloat16"] = "float32"
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    groups: dict[str, GroupConfig] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     def __post_init__(self) -> None:
+        if ":" in self.name:
+            check_name("optim.name", self.name)
+        elif self.name not in OPTIMIZERS:
+            raise ValueError(
+                f"optim.name={self.name} must be {', '.join(OPTIMIZERS)}, or MODULE:FUNCTION of yours"
+            )
+        if self.name != "adamw" and self.state_dtype != "float32":
+            raise ValueError(
+                f"optim.state_dtype={self.state_dtype} is only for optim.name=adamw: use float32"
+            )
+        own_rates = [self.muon.other_lr, *(group.lr for group in self.groups.values())]
+        if self.lr == 0 and any(own_rates):
+            raise ValueError("optim.lr=0 leaves no schedule for optim.muon.other_lr and optim.groups: set it")
         if ":" in self.schedule:
             check_name("optim.schedule", self.schedule)
         elif self.schedule not in SCHEDULES:
@@ -390,7 +454,7 @@ class TrainingJob:
     document_mask: bool
     z_loss: float
     loss: str | None
-    state_dtype: Literal["float32", "bfloat16"]
+    optim: OptimConfig
     saves: bool
 
 
@@ -422,12 +486,17 @@ class Config:
             document_mask=self.data.document_mask,
             z_loss=train.z_loss,
             loss=train.loss,
-            state_dtype=self.optim.state_dtype,
+            optim=self.optim,
             saves=self.checkpoint.every != 0 and self.checkpoint.on_error == "stop",
         )
 
     def __post_init__(self) -> None:
         convert_fields(self, "")
+        if self.optim.name == "muon" and self.parallel.storage_dtype != "float32":
+            raise ValueError(
+                f"parallel.storage_dtype={self.parallel.storage_dtype} is not for optim.name=muon, whose "
+                "updates would be rounded away: use float32, or adamw, which rounds stochastically"
+            )
         if self.data.factory and self.train.epochs:
             raise ValueError(
                 "train.epochs needs to know how many sequences there are, which data.factory does not say: "

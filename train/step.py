@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from meshwright.models.loss import IGNORE_INDEX
-from meshwright.parallel.grad_norm import clip_divisor, gradient_norm
+from meshwright.parallel.grad_norm import clip_divisor, divide_gradients, gradient_norm
 from meshwright.parallel.sharded_model import ShardedModel, summed
 from meshwright.train.data.sequences import Batch
 from meshwright.train.model.trained_model import LossOf
+from meshwright.train.optim.optimizer import knows_scale
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,21 @@ def train_step(
         loss += micro_loss.detach()
     before_optimizer()
     grad_norm = gradient_norm(list(sharded.model.parameters()), loss)
-    # The attributes that GradScaler sets for fused AdamW: the divisor of the gradients, and a flag that, at
-    # 1, keeps weights, moments and step count unchanged.
-    optimizer.grad_scale = clip_divisor(grad_norm, grad_clip)  # type: ignore[attr-defined]
-    optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()  # type: ignore[attr-defined]
-    optimizer.step()
+    skipped = 1 - grad_norm.isfinite().float()
+    update(optimizer, clip_divisor(grad_norm, grad_clip), skipped)
     optimizer.zero_grad(set_to_none=True)
     return StepResult(summed(loss, sharded.data_group), grad_norm, skipped, global_tokens)
+
+
+def update(optimizer: torch.optim.Optimizer, divisor: Tensor | None, skipped: Tensor) -> None:
+    """Divide the gradients and do the optimizer's step, unless `skipped` is 1: weights, state and step count
+    then do not change. An optimizer that knows neither waits for the device once."""
+    if knows_scale(optimizer):
+        optimizer.grad_scale, optimizer.found_inf = divisor, skipped  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not skipped.item():
+        divide_gradients([p for group in optimizer.param_groups for p in group["params"]], divisor)
+        optimizer.step()
 
 
 def count_targets(batch: Batch) -> Tensor:

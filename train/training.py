@@ -16,7 +16,7 @@ from meshwright.parallel.errors import first_of
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.config import Config, OptimConfig, TrainingJob
+from meshwright.train.config import Config, TrainingJob
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import LossOf, model_of
@@ -55,13 +55,12 @@ def build_training(
     job, seed, grad_clip = config.job, config.run.seed, config.train.grad_clip
     initialise = partial(model_of(job.model).initialise, seed=seed, loaded=loaded)
     sharded = shard_model(job, plan, mesh, timeout)
-    return fill_training(sharded, job, config.optim, initialise, seed, grad_clip)
+    return fill_training(sharded, job, initialise, seed, grad_clip)
 
 
 def fill_training(
     sharded: ShardedModel,
     job: TrainingJob,
-    optim: OptimConfig,
     fill: Callable[[ShardedModel], object],
     seed: int = 0,
     grad_clip: float = 1.0,
@@ -70,8 +69,8 @@ def fill_training(
     optimizer and loss. `seed`: of the rounding of bfloat16 state."""
     fill(sharded)
     torch.cuda.empty_cache()  # the memory of the full tensors returns to the GPU; does nothing without one
-    optimizer = build_optimizer(sharded.model, optim, seed)
     model, plan = model_of(job.model), sharded.plan
+    optimizer = build_optimizer(sharded.model, job.optim, seed, plan.blocks, sharded.mesh)
     loss_of = model.loss(plan, job.z_loss, job.loss)
     score_of = model.loss(plan, 0.0) if job.loss else loss_of
     return Training(sharded, optimizer, loss_of, score_of, grad_clip)

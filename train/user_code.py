@@ -15,7 +15,7 @@ from meshwright.models.config import LlamaConfig
 from meshwright.train.errors import ConfigError
 
 # the keys whose values are such names
-KEYS = ("model.factory", "data.factory", "optim.schedule", "train.hooks", "train.loss")
+KEYS = ("model.factory", "data.factory", "optim.name", "optim.schedule", "train.hooks", "train.loss")
 _allowed = {LlamaConfig.factory}  # and what the user's command names
 
 

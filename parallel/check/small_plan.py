@@ -13,14 +13,8 @@ from meshwright.parallel.plan.schema import AXES, Float8Plan, MeshPlan, Plan, Un
 def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]:
     """Return a copy of the model with the first blocks of its lists with each kind, and their names."""
     cut = copy.deepcopy(model)
-    repeated = [
-        unit.modules[0]
-        for unit in plan.units
-        if (unit.compiled or unit.activation_checkpoint != "none")
-        and not any(unit.modules[0].startswith(f"{outer}.") for outer in plan.modules)
-    ]
     lists: dict[str, list[str]] = {}
-    for name in repeated:
+    for name in plan.blocks:
         parent = name.rpartition(".")[0]
         if parent and isinstance(cut.get_submodule(parent), nn.ModuleList | nn.Sequential):
             lists.setdefault(parent, []).append(name)
@@ -30,7 +24,7 @@ def cut_model(model: nn.Module, plan: Plan) -> tuple[nn.Module, tuple[str, ...]]
         for name in names[last + 2 :]:
             delattr(cut.get_submodule(parent), name.rpartition(".")[2])
     present = {name for name, _ in cut.named_modules()}
-    return cut, tuple(name for name in repeated if name in present)
+    return cut, tuple(name for name in plan.blocks if name in present)
 
 
 def small_plan(plan: Plan, cut: nn.Module, narrow: bool = False) -> Plan:
@@ -50,6 +44,7 @@ def small_plan(plan: Plan, cut: nn.Module, narrow: bool = False) -> Plan:
         float8=Float8Plan("none", (), False),
         modules=tuple(name for name in plan.modules if name in present),
         units=units,
+        blocks=tuple(name for name in plan.blocks if name in present),
         unsharded=tuple(name for name in plan.unsharded if name.rpartition(".")[0] in present),
     )
 

@@ -140,6 +140,7 @@ def _make_plan(config: ParallelConfig, model: ModelUnits, shape: RunShape) -> Pl
         modules=tuple(model.modules),
         units=_make_units(config, model, shape),
         unsharded=model.unsharded,
+        blocks=model.blocks,
         context=context,
     )
 

@@ -72,6 +72,11 @@ class ModelUnits:
     why_no_styles: str = ""
     written: tuple[str, ...] = ()
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The modules that support activation checkpointing, in the order of `modules`."""
+        return tuple(name for name in self.modules if name in self.checkpointed)
+
 
 @dataclass(frozen=True)
 class MeshPlan:
@@ -192,6 +197,7 @@ class Plan:
         modules: in the order in which the forward begins with them
         units: in the order in which the forward finishes with them
         unsharded: parameters that every rank keeps whole
+        blocks: modules that repeat, as `ModelUnits.checkpointed`: matrices inside of them are Muon's
     """
 
     mesh: MeshPlan
@@ -209,6 +215,7 @@ class Plan:
     compile: CompileConfig
     modules: tuple[str, ...]
     unsharded: tuple[str, ...] = field(default=(), kw_only=True)
+    blocks: tuple[str, ...] = field(default=(), kw_only=True)
     units: tuple[UnitPlan, ...]
 
     @property

@@ -29,8 +29,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     units = [{"unit": name, **_plain(unit)} for name, unit in group_units(plan.units)]
     for unit in units:
         del unit["modules"]  # whose names are its own
-    modules = join_names([name or ROOT for name in plan.modules])
-    return _plain(dataclasses.replace(plan, units=())) | {"modules": modules, "units": units}
+    names = {key: join_names([name or ROOT for name in getattr(plan, key)]) for key in ("modules", "blocks")}
+    return _plain(dataclasses.replace(plan, units=())) | names | {"units": units}
 
 
 def _plain(value: Plan | UnitPlan) -> dict[str, Any]:
@@ -88,8 +88,9 @@ def load_plan(path: Path) -> Plan:
     except YamlError as error:
         raise PlanError(f"plan file {error}") from None
     mistakes = list[str]()
-    if isinstance(data.get("modules"), list):
-        data["modules"] = [*map(_module_name, _read_names(data["modules"], "modules", mistakes))]
+    for key in ("modules", "blocks"):
+        if isinstance(data.get(key), list):
+            data[key] = [*map(_module_name, _read_names(data[key], key, mistakes))]
     if isinstance(data.get("units"), list):
         data["units"] = _read_units(data["units"], mistakes)
     plan: Plan = convert(Plan, data, "", mistakes)

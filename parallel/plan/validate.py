@@ -99,14 +99,16 @@ def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:
 
 def _structure_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
     """Check that modules are those of the model, each in exactly one unit, in the order of the forward."""
-    planned, published = plan.modules, tuple(model.modules)
+    published = tuple(model.modules)
+    lists = {"modules": (plan.modules, published), "blocks": (plan.blocks, model.blocks)}
     used = Counter(module for unit in plan.units for module in unit.modules)
-    if planned != published:
-        pairs = itertools.zip_longest(planned, published, fillvalue="nothing")
+    if wrong_lists := {key: pair for key, pair in lists.items() if pair[0] != pair[1]}:
+        key, (planned, own) = next(iter(wrong_lists.items()))
+        pairs = itertools.zip_longest(planned, own, fillvalue="nothing")
         difference = next(f"{a or ROOT} instead of {b or ROOT}" for a, b in pairs if a != b)
         yield Mistake(
-            "modules",
-            f": these are not the modules of this model ({len(planned)}, the model has {len(published)}; "
+            key,
+            f": these are not the {key} of this model ({len(planned)}, the model has {len(own)}; "
             f"first difference: {difference}): make a new plan for this model",
         )
     elif wrong := sorted(name for name, n in used.items() if n > 1 or name not in published):

@@ -64,6 +64,7 @@ FACTORS: dict[str, list[Any]] = {
     "cpu_offload": [False, True],
     "frozen": [False, True],
     "joined": [False, True],
+    "optimizer": ["adamw", "muon"],
 }
 RULES = [
     Rule(("ranks", "tp", "dp_shard", "dp_replicate", "cp"), lambda ranks, *degrees: ranks == prod(degrees)),
@@ -118,15 +119,15 @@ EVERYDAY = [
     case(2, (1, 1, 1), backend="aot_eager", cp=2, exchange="gather", recompute="matmul", documents=True),
     case(1, (1, 1, 1), backend="aot_eager", recompute="half_matmul", accumulation=2, fused=True),
     case(2, (1, 2, 1), recompute="full", accumulation=4, reduce="last", keep=True, documents=True),
-    case(2, (1, 2, 1), joined=True, recompute="every:2", forward_prefetch=2, backward_prefetch=2),
+    case(2, (1, 2, 1), joined=True, recompute="every:2", backward_prefetch=2, optimizer="muon"),
     case(2, (1, 1, 2), parts="attention", sequence_parallel=False, accumulation=2, forward_prefetch=2),
-    case(4, (1, 2, 2), frozen=True, recompute="full", accumulation=2, cpu_offload=True),
+    case(4, (1, 2, 2), frozen=True, recompute="full", accumulation=2, cpu_offload=True, optimizer="muon"),
     case(4, (1, 2, 2), loss_parallel=False, parts="ffn+head", recompute="offload", forward_prefetch=0),
-    case(4, (1, 1, 4), tied=True, sequence_parallel=False, recompute="half_matmul", parts="emb+att+head"),
-    case(4, (2, 2, 1), tied=True, accumulation=4, reduce="last", backward_prefetch=0, fused=True),
+    case(4, (1, 1, 4), tied=True, sequence_parallel=False, parts="emb+att+head", optimizer="muon"),
+    case(4, (2, 2, 1), tied=True, accumulation=4, reduce="last", backward_prefetch=0, optimizer="muon"),
     case(4, (1, 2, 1), cp=2, reshard=2, accumulation=2, keep=True, recompute="offload", documents=True),
-    case(4, (1, 1, 2), cp=2, exchange="gather", loss_chunk=64, fused=True, documents=True, reshard=False),
-    case(8, (2, 2, 2), loss_chunk=64),
+    case(4, (1, 1, 2), cp=2, exchange="gather", loss_chunk=64, reshard=False, optimizer="muon"),
+    case(8, (2, 2, 2), loss_chunk=64, optimizer="muon"),
 ]
 PARITY_PARTS = 24
 
@@ -195,6 +196,7 @@ def arguments(case: Case) -> list[str]:
         *["--model.tie_embeddings=true"] * case["tied"],
         *["--data.document_mask=true"] * case["documents"],
         *[f"--train.freeze={FROZEN}"] * case["frozen"],
+        *["--optim.name=muon"] * (case["optimizer"] == "muon"),
     ]
 
 

@@ -1,6 +1,7 @@
 """Plain training: one process, eager, full batches, without parallel/ and train/step.py."""
 
 import fnmatch
+from unittest import mock
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
     for name, p in model.named_parameters():
         p.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.train.freeze))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = _optimizer(model, config)
+    optimizers = _optimizers(model, config)
     corpus = load_corpus(config.data)
     train, held_out = corpus.sources[0].split, corpus.evaluation_sets["held_out"]
     sequences = make_sequence_shape(
@@ -57,10 +58,12 @@ def train_plainly(config: Config, steps: int, dtype: torch.dtype = torch.float32
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip).item())
         losses.append(loss.item())
         seen.append(batch.tokens)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optim, step, steps)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config.optim, step, steps)
+            with mock.patch.object(Tensor, "bfloat16", Tensor.float):  # torch's Muon computes in bfloat16
+                optimizer.step()
+        model.zero_grad()
         if step == EVALUATE_AFTER:
             evaluated = read_batch([held_out], rows_of(np.arange(config.train.eval_sequences)), sequences)
             eval_loss = _loss(model, evaluated, evaluated.targets, dtype).item()
@@ -86,11 +89,21 @@ def _loss(model: nn.Module, batch: Batch, targets: Tensor, dtype: torch.dtype) -
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
 
-def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and "tok_embeddings" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() == 1 or "tok_embeddings" in name]
+def _optimizers(model: nn.Module, config: Config) -> list[torch.optim.Optimizer]:
+    """Return torch's AdamW, and for `optim.name=muon` torch's Muon of the matrices in blocks."""
+    decay, optim = {"weight_decay": config.optim.weight_decay}, config.optim
+    named = dict(model.named_parameters())
+    in_blocks = [p for name, p in named.items() if p.dim() > 1 and name.startswith("layers.")]
+    head = [p for name, p in named.items() if name == "head.output.weight"]
+    others = [p for name, p in named.items() if p.dim() == 1 or "tok_embeddings" in name]
+    muon = optim.name == "muon"
     groups = [
-        {"params": matrices, "weight_decay": config.optim.weight_decay},
+        {"params": head if muon else in_blocks + head, **decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, betas=config.optim.betas, eps=config.optim.eps, foreach=False)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps, foreach=False)
+    ]
+    if muon:
+        optimizers.append(torch.optim.Muon(in_blocks, adjust_lr_fn=optim.muon.adjust_lr_fn, **decay))
+    return optimizers

@@ -1,13 +1,20 @@
-"""AdamW and its learning-rate schedule."""
+"""The optimizer of a config, and its learning-rate schedule."""
 
 import math
 import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.parallel.model.kinds import kinds_of
+from meshwright.train.checkpoint.shards import dtype_name
 from meshwright.train.config import OptimConfig
 from meshwright.train.errors import ConfigError
+from meshwright.train.optim.groups import UpdateGroup, make_groups
+from meshwright.train.optim.muon import Muon, Owned
 from meshwright.train.user_code import find
 
 
@@ -53,30 +60,55 @@ def describe_short_run(config: OptimConfig, steps: int, sequences: int, batch: i
     return [f"warning: {line}" for line in lines]
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """Return AdamW with two parameter groups, with and without weight decay: torch's fused AdamW, or
-    RoundedAdamW if parameters or moments are bfloat16, whose rounding depends on `seed`.
+def build_optimizer(
+    model: nn.Module,
+    config: OptimConfig,
+    seed: int = 0,
+    blocks: Sequence[str] = (),
+    mesh: DeviceMesh | None = None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a config, with the state of ours allocated, as zeros, so that a checkpoint can
+    be loaded into it. Raises ConfigError, as make_groups, and if a function of the user's returns none.
 
-    The moments are allocated immediately, as zeros, so that a checkpoint can be loaded into them.
+    Args:
+        seed: of the rounding of bfloat16 state
+        blocks: of the model, as `Plan.blocks`; Muon's matrices are inside of them
+        mesh: that the model is sharded over; None: one process has all of it
     """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    decay = [p for p in trained if p.dim() > 1 and id(p) not in embeddings]
-    no_decay = [p for p in trained if p.dim() <= 1 or id(p) in embeddings]
-    common = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    groups = [
-        {"params": decay, "weight_decay": config.weight_decay, **common},
-        {"params": no_decay, "weight_decay": 0.0, **common},
-    ]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kinds = kinds_of(model, blocks, config.muon.per_head)
+    groups = make_groups({name: kinds[name] for name in named}, config)
+    if ":" in config.name:
+        return _of_user(config.name, [_torch_group(group, named, config) for group in groups])
+    by_muon = [group for group in groups if group.by == "muon"]
+    others = [_torch_group(group, named, config) for group in groups if group.by == "adamw"]
+    parts = [_adamw(others, named, config, seed)] if others else []
+    if by_muon:
+        parts.insert(0, _muon(by_muon, named, config, blocks, mesh))
+    return parts[0] if len(parts) == 1 else Several(parts)
+
+
+def _torch_group(group: UpdateGroup, named: Mapping[str, Tensor], config: OptimConfig) -> dict[str, Any]:
+    """Return a group as torch's optimizers take it; lr_factor is read by `set_learning_rate`."""
+    numbers = {"lr": group.lr, "weight_decay": group.weight_decay}
+    factor = group.lr / config.lr if config.lr else 1.0
+    return {"params": [named[name] for name in group.kinds], **numbers, "lr_factor": factor}
+
+
+def _adamw(
+    groups: list[dict[str, Any]], named: Mapping[str, Tensor], config: OptimConfig, seed: int
+) -> torch.optim.Optimizer:
+    """Return torch's fused AdamW, or RoundedAdamW if parameters or moments are bfloat16."""
+    trained = [p for group in groups for p in group["params"]]
+    groups = [{**group, "betas": config.betas, "eps": config.eps} for group in groups]
     optimizer: torch.optim.Optimizer
     if {config.state_dtype, *(str(p.dtype).removeprefix("torch.") for p in trained)} == {"float32"}:
         optimizer = torch.optim.AdamW(groups, fused=True)
     else:
         from meshwright.train.optim.stochastic_adamw import RoundedAdamW
 
-        optimizer = RoundedAdamW(
-            groups, {p: zlib.crc32(f"{seed}:{name}".encode()) for p, name in trained.items()}
-        )
+        keys = {p: zlib.crc32(f"{seed}:{name}".encode()) for name, p in named.items()}
+        optimizer = RoundedAdamW(groups, keys)
     for p in trained:
         optimizer.state[p] = {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -86,7 +118,77 @@ def build_optimizer(model: nn.Module, config: OptimConfig, seed: int = 0) -> tor
     return optimizer
 
 
+def _muon(
+    groups: Sequence[UpdateGroup],
+    named: Mapping[str, Tensor],
+    config: OptimConfig,
+    blocks: Sequence[str],
+    mesh: DeviceMesh | None,
+) -> Muon:
+    kinds = {name: kind for group in groups for name, kind in group.kinds.items()}
+    ours = {name: p for name, p in named.items() if name in kinds}
+    if narrow := [name for name, p in ours.items() if p.dtype != torch.float32]:
+        raise ConfigError(
+            f"optim.name=muon: {narrow[0]} is stored in {dtype_name(ours[narrow[0]].dtype)}, in which its "
+            "updates would be rounded away: store it in float32, or use adamw"
+        )
+    device = mesh.device_type if mesh else next(iter(ours.values())).device.type
+    dtype = config.muon.newton_schulz_dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    owned = Owned(blocks, mesh, getattr(torch, dtype), device)
+    torch_groups = [_torch_group(group, named, config) for group in groups]
+    return Muon(torch_groups, ours, kinds, owned, config.muon.adjust_lr_fn, config.muon.momentum)
+
+
+def _of_user(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return what a function of the user's makes of parameter groups."""
+    optimizer = find("optim.name", name)(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optim.name={name} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
+    return optimizer
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers of different parameters as one, with the groups and the state of all of them."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = [*parts]
+        self._step_supports_amp_scaling = all(map(knows_scale, parts))
+        for part in parts:
+            self.state.update(part.state)
+        self._share()
+
+    def _share(self) -> None:
+        """Make groups and state those of the parts too, which may have been replaced by loaded ones."""
+        groups = iter(self.param_groups)
+        for part in self._parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if hasattr(self, "_parts"):
+            self._share()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Do the step of each. `grad_scale` and `found_inf` are for all of them."""
+        for part in self._parts:
+            for name in ("grad_scale", "found_inf"):
+                setattr(part, name, getattr(self, name, None))
+            part.step()
+
+
+def knows_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step divides gradients by its attribute `grad_scale` and changes nothing if
+    `found_inf` is 1, both on the device, as torch.amp.GradScaler asks."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group for the next step."""
+    """Set the learning rate of the next step, which is `lr` for groups without a rate of their own."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)

@@ -24,6 +24,7 @@ class RoundedAdamW(torch.optim.Optimizer):
     `grad_scale`, and with `found_inf` at 1 nothing changes. A step never waits for the device.
     """
 
+    _step_supports_amp_scaling = True
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 

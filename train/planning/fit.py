@@ -205,7 +205,7 @@ def _needed_bytes(job: TrainingJob, machines: Machines) -> int | None:
 
 def _may_fit(job: TrainingJob, machines: Machines) -> bool:
     """Whether parameters and both moments alone fit: a quick test, because each trace takes seconds."""
-    bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.state_dtype]
+    bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.optim.state_dtype]
     held = bytes_each * model_of(job.model).parameters / machines.processes
     host = HostMemory(state=int(held)) if job.parallel.cpu_offload else HostMemory()
     return bool(job.freeze) or machines.fits(0 if job.parallel.cpu_offload else int(held), host)
@@ -271,11 +271,11 @@ def suggest_savings(job: TrainingJob, plan: Plan, machines: Machines) -> list[Sa
     peak_bytes, step_s, _ = _estimate(job, plan, machines)
     savings = []
     for keys, changed in _changes(job, plan, model):
-        of_optimizer = {"state_dtype": "bfloat16"} if changed is plan else {}
+        narrow = replace(job, optim=replace(job.optim, state_dtype="bfloat16"))
         if validate(changed, model, world_size, job.seq_len):
             continue
         try:
-            needed, changed_s, host = _estimate(replace(job, **of_optimizer), changed, machines)  # type: ignore[arg-type]
+            needed, changed_s, host = _estimate(narrow if changed is plan else job, changed, machines)
         except PlanError:
             continue
         time_known = step_s and changed_s and "parallel.cpu_offload" not in keys  # whose copies are not timed
@@ -329,9 +329,10 @@ def _changes(job: TrainingJob, plan: Plan, model: ModelUnits) -> Iterator[tuple[
     for degrees in meshes:
         keys = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
         yield {**keys, **micro, **batch}, on_mesh(plan, replace(mesh, **degrees), job.parallel, model)
-    if job.state_dtype == "float32":
+    narrow = job.optim.name == "adamw"  # which rounds stochastically
+    if narrow and job.optim.state_dtype == "float32":
         yield {"optim.state_dtype": "bfloat16"}, plan
-    if plan.storage_dtype == "float32":
+    if narrow and plan.storage_dtype == "float32":
         yield of_plan("storage_dtype", "bfloat16")
     if not plan.cpu_offload:
         yield of_plan("cpu_offload", True)

@@ -183,7 +183,7 @@ def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
             f"model.factory={job.model.factory} cannot be traced, which a prediction needs: "
             f"{one_line(f'{type(error).__name__}: {error}', 300)}: parallel.plan=manual trains it without"
         ) from error
-    moment_bytes = DTYPE_BYTES[job.state_dtype]
+    moment_bytes = DTYPE_BYTES[job.optim.state_dtype]
     return dataclasses.replace(work, trained=trained, moment_bytes=moment_bytes, saves=job.saves)
 
 

@@ -1,0 +1,111 @@
+"""Which parameters an optimizer updates how: by their kinds, and by the patterns of `optim.groups`."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from meshwright.parallel.config import Kind
+from meshwright.parallel.model.kinds import ParameterKind
+from meshwright.parallel.plan.rules import nearest
+from meshwright.parallel.plan.serialize import format_table, join_names
+from meshwright.train.config import GroupConfig, OptimConfig
+from meshwright.train.errors import ConfigError
+
+By = Literal["muon", "adamw", "yours"]
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """Parameters that are updated alike.
+
+    Args:
+        by: the optimizer
+        weight_decay: decoupled, multiplied by the learning rate of the step
+        lr: the peak learning rate
+        kinds: of each parameter, by name
+    """
+
+    by: By
+    weight_decay: float
+    lr: float
+    kinds: Mapping[str, ParameterKind]
+
+    @property
+    def parameters(self) -> int:
+        return sum(prod(kind.shape) for kind in self.kinds.values())
+
+
+def make_groups(kinds: Mapping[str, ParameterKind], config: OptimConfig) -> list[UpdateGroup]:
+    """Return the groups of the trained parameters, whose kinds these are. Matrices are decayed, and so are
+    all others of two dims or more but embeddings. Raises ConfigError for a pattern of `optim.groups` without
+    a match, and for values that cannot be used."""
+    rules = {name: _rule(name, config) for name in kinds}
+    _check_patterns(kinds, config)
+    groups = dict[tuple[By, float, float], dict[str, ParameterKind]]()
+    for name, found in kinds.items():
+        rule = rules[name]
+        kind = _as_told(name, found, rule)
+        decayed = len(kind.shape) > 1 and kind.kind != "embedding"
+        by: By = "yours" if ":" in config.name else "adamw"
+        lr = config.lr
+        if config.name == "muon":
+            by = "muon" if kind.kind == "matrix" else "adamw"
+            lr = config.lr if by == "muon" or config.muon.other_lr is None else config.muon.other_lr
+        decay = rule.weight_decay if rule.weight_decay is not None else config.weight_decay * decayed
+        lr = lr if rule.lr is None else rule.lr
+        groups.setdefault((by, decay, lr), {})[name] = kind
+    # those that are decayed first
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0] != "muon", -item[0][1]))
+    return [UpdateGroup(by, decay, lr, members) for (by, decay, lr), members in ordered]
+
+
+def _rule(name: str, config: OptimConfig) -> GroupConfig:
+    """Return what `optim.groups` says of a parameter: of several patterns that match, the last one."""
+    matching = [rule for pattern, rule in config.groups.items() if fnmatch.fnmatchcase(name, pattern)]
+    return matching[-1] if matching else GroupConfig()
+
+
+def _check_patterns(kinds: Mapping[str, ParameterKind], config: OptimConfig) -> None:
+    for pattern in config.groups:
+        if not fnmatch.filter(kinds, pattern):
+            raise ConfigError(
+                f"optim.groups: {pattern} matches no trained parameter.{nearest(pattern, kinds)}"
+            )
+
+
+def _as_told(name: str, found: ParameterKind, rule: GroupConfig) -> ParameterKind:
+    """Return the kind of a parameter with what its rule says of kind and parts. Raises ConfigError if it can
+    not be so."""
+    kind: Kind = rule.kind or found.kind
+    if kind == "matrix" and len(found.shape) not in (2, 3):
+        raise ConfigError(
+            f"optim.groups: {name} has the shape {list(found.shape)}, but a matrix has 2 dims, or 3 with "
+            "experts: use another kind"
+        )
+    if kind == found.kind and not rule.parts:
+        return found
+    dim = found.dim if found.kind == "matrix" else len(found.shape) - 2
+    if rule.parts and (kind != "matrix" or sum(rule.parts) != found.shape[dim]):
+        raise ConfigError(
+            f"optim.groups: parts={list(rule.parts)} of {name}, a {kind} of {list(found.shape)}, must "
+            f"be sizes of matrices that are stored together, which add up to {found.shape[dim]}"
+        )
+    return dataclasses.replace(found, kind=kind, dim=max(dim, 0), parts=rule.parts or found.parts)
+
+
+def describe_groups(groups: Sequence[UpdateGroup], config: OptimConfig) -> str:
+    """Return a table of the groups: which kinds, how many parameters, and what they are updated with."""
+    head = ("optimizer", "kinds", "tensors", "parameters", "lr", "weight decay", "such as")
+    names = {"muon": "muon", "adamw": "adamw", "yours": config.name}
+    rows = []
+    for group in groups:
+        kinds = ", ".join(dict.fromkeys(kind.kind for kind in group.kinds.values()))
+        size = f"{group.parameters:,}"
+        numbers = (f"{group.lr:g}", f"{group.weight_decay:g}")
+        rows.append(
+            (names[group.by], kinds, str(len(group.kinds)), size, *numbers, join_names([*group.kinds])[0])
+        )
+    return format_table(list(head), [list(row) for row in rows])
