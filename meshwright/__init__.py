@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.simulate.simulator import simulate as simulate
     from meshwright.train.checkpoint.own_loop import load as load
     from meshwright.train.checkpoint.own_loop import save as save
+    from meshwright.train.optim.optimizer import optimizer as optimizer
 
 # the public names, and the modules that have them; imported when first used, because torch takes seconds
 _PUBLIC = {
@@ -66,6 +67,7 @@ _PUBLIC = {
     "CheckReport": "parallel.check.report",
     "save": "train.checkpoint.own_loop",
     "load": "train.checkpoint.own_loop",
+    "optimizer": "train.optim.optimizer",
     "simulate": "parallel.simulate.simulator",
     "TrainingCode": "parallel.simulate.simulator",
     "PlanError": "parallel.errors",

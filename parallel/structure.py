@@ -23,6 +23,7 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 MOST = 10  # mistakes in a report
+OPTIONAL = {"optional": True}  # metadata of a field whose key may be missing; it has a default
 _NAMES = {
     int: "an integer",
     float: "a number",
@@ -50,9 +51,9 @@ def value_of(written: Any) -> Any:
 def structure(cls: type[T], data: Any, place: str) -> T:
     """Convert `data` to the dataclass `cls`.
 
-    The keys must be exactly the fields, and each value of its field's type by the strict rules of
-    msgspec.convert (true is not a number, an int is a float). Values that already have their type stay.
-    ValueError that lists all mistakes, each with `place` (a file), key and value.
+    The keys must be the fields, of which OPTIONAL ones may be missing, and each value of its field's type by
+    the strict rules of msgspec.convert (true is not a number, an int is a float). Values that already have
+    their type stay. ValueError that lists all mistakes, each with `place` (a file), key and value.
     """
     mistakes: list[str] = []
     converted: T = convert(cls, data, "", mistakes)
@@ -118,8 +119,9 @@ def convert(target: Any, value: Any, place: str, mistakes: list[str], strict: bo
     kind, inner = get_origin(target), get_args(target)
     if isinstance(target, type) and dataclasses.is_dataclass(target) and isinstance(value, dict):
         fields = _fields(target)
-        if value.keys() != fields.keys():
-            mistakes += wrong_keys(value, list(fields), place)
+        optional = [item.name for item in dataclasses.fields(target) if item.metadata == OPTIONAL]
+        if {*value, *optional} != fields.keys():
+            mistakes += wrong_keys([*value, *optional], list(fields), place)
         parts = {
             key: convert(fields[key], part, _join(place, key), mistakes)
             for key, part in value.items()

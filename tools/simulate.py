@@ -20,7 +20,6 @@ from meshwright.parallel.float8 import precomputes_scales, scale_weights
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.model.materialize import allocate
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.parallel.simulate.simulator import Simulation, TrainingCode, simulate
 from meshwright.tools.cli import (
@@ -40,7 +39,7 @@ from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import plan_run
-from meshwright.train.training import Training, fill_training, shard_model
+from meshwright.train.training import Training, describe_plan, fill_training, shard_model
 
 FIRST = 24  # collectives shown without --all
 DESCRIPTION = """examples:
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         print(json.dumps(as_json(simulation), indent=2))
     else:
-        print(as_text(simulation, plan, options.rank, None if options.all else FIRST))
+        print(as_text(simulation, config.job, plan, options.rank, None if options.all else FIRST))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -126,9 +125,9 @@ def as_json(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def as_text(simulation: Simulation, plan: Plan, rank: int, first: int | None) -> str:
+def as_text(simulation: Simulation, job: TrainingJob, plan: Plan, rank: int, first: int | None) -> str:
     """Return the plan, totals, memory and the first `first` collectives (None: all) as text."""
-    parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", plan_to_table(plan)]
+    parts = [f"rank {rank} of {plan.mesh.world_size}, one optimizer step", describe_plan(job, plan)]
     parts.append(totals_table(total_by_axis(simulation.collectives)))
     parts.append(memory_table(simulation))
     if simulation.host_bytes:

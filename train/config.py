@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from meshwright.models.config import LlamaConfig
 from meshwright.parallel.config import Kind, ParallelConfig
-from meshwright.parallel.structure import Amount, Count, Natural, Positive, Share, convert_fields
+from meshwright.parallel.structure import OPTIONAL, Amount, Count, Natural, Positive, Share, convert_fields
 
 Period = Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps between events; 0 is never
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
@@ -294,10 +294,10 @@ class GroupConfig:
         parts: of a matrix: sizes along its outputs of those that are stored together
     """
 
-    kind: Kind | None = None
-    lr: Amount | None = None
-    weight_decay: Amount | None = None
-    parts: tuple[Count, ...] = ()
+    kind: Kind | None = field(default=None, metadata=OPTIONAL)
+    lr: Amount | None = field(default=None, metadata=OPTIONAL)
+    weight_decay: Amount | None = field(default=None, metadata=OPTIONAL)
+    parts: tuple[Count, ...] = field(default=(), metadata=OPTIONAL)
 
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")

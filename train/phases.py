@@ -35,7 +35,7 @@ from meshwright.train.metrics.collector import GradientNorms, Metrics, StepClock
 from meshwright.train.metrics.run_summary import log_run_summary
 from meshwright.train.metrics.writer import open_rows
 from meshwright.train.model.trained_model import find_loss, model_of, texts_of
-from meshwright.train.optim.optimizer import learning_rate
+from meshwright.train.optim.optimizer import describe_waits, learning_rate
 from meshwright.train.planning.run_plan import check_memory, make_run_plan
 from meshwright.train.profiling import profilers
 from meshwright.train.run import Run, files_beside, load_states, restore
@@ -82,6 +82,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
 
             loaded = start.checkpoint is not None or (weights is not None and not weights.missing)
             training = build_training(config, plan, mesh, timeout, loaded)
+            console.print_lines(describe_waits(training.optimizer))
             restore(training, start, weights, config, data, console)
             built = Run(config, planned, training, data, folder, ranks, console)
             files = texts | (files_beside(config, data, start, weights, console) if ranks.is_main else {})
@@ -105,6 +106,8 @@ def import_user_code(config: Config) -> Sequence[Callable[[Run], Hook]]:
     if ":" in config.optim.schedule:
         for step in range(1, config.train.steps + 1, config.train.steps // MOST_CHECKED + 1):
             learning_rate(config.optim, step, config.train.steps)
+    if ":" in config.optim.name:
+        find("optim.name", config.optim.name)
     if config.train.loss:
         find_loss(config.train.loss, model_of(config.model).vocab_size)
     if config.data.factory:

@@ -13,13 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.apply import apply_plan
 from meshwright.parallel.errors import first_of
+from meshwright.parallel.model.kinds import kinds_of
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import Config, TrainingJob
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import LossOf, model_of
+from meshwright.train.optim.groups import UpdateGroup, describe_groups, make_groups
 from meshwright.train.optim.optimizer import build_optimizer
 from meshwright.train.step import StepResult, train_step
 
@@ -70,7 +73,7 @@ def fill_training(
     fill(sharded)
     torch.cuda.empty_cache()  # the memory of the full tensors returns to the GPU; does nothing without one
     model, plan = model_of(job.model), sharded.plan
-    optimizer = build_optimizer(sharded.model, job.optim, seed, plan.blocks, sharded.mesh)
+    optimizer = build_optimizer(sharded.model, job.optim, seed, model.units.blocks, sharded.mesh)
     loss_of = model.loss(plan, job.z_loss, job.loss)
     score_of = model.loss(plan, 0.0) if job.loss else loss_of
     return Training(sharded, optimizer, loss_of, score_of, grad_clip)
@@ -121,6 +124,20 @@ def describe_frozen(job: TrainingJob) -> str:
     frozen = frozen_parameters(model.module, job.freeze) if job.freeze else ()
     share, count = sum(p.numel() for p in frozen) / model.parameters, len([*model.module.parameters()])
     return f", {share:.1%} of them frozen ({len(frozen)} of {count} tensors)" if frozen else ""
+
+
+def groups_of(job: TrainingJob) -> list[UpdateGroup]:
+    """Return which parameters of the model are updated how. Raises ConfigError, as make_groups."""
+    model = model_of(job.model)
+    frozen = frozen_parameters(model.module, job.freeze) if job.freeze else ()
+    kinds = kinds_of(model.module, model.units.blocks, job.optim.muon.per_head)
+    trained = (name for name, p in model.module.named_parameters() if p not in frozen)
+    return make_groups({name: kinds[name] for name in trained}, job.optim)
+
+
+def describe_plan(job: TrainingJob, plan: Plan) -> str:
+    """Return the tables of what is sharded and computed how, and of what is updated how."""
+    return f"{plan_to_table(plan)}\n{describe_groups(groups_of(job), job.optim)}"
 
 
 def training_flops(job: TrainingJob) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from meshwright.parallel.config import (
     Recipe,
     ReduceGradients,
 )
-from meshwright.parallel.structure import Count, Integer, Natural, Share
+from meshwright.parallel.structure import OPTIONAL, Count, Integer, Natural, Share
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: neighbors in tp have consecutive ranks
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -215,7 +215,7 @@ class Plan:
     compile: CompileConfig
     modules: tuple[str, ...]
     unsharded: tuple[str, ...] = field(default=(), kw_only=True)
-    blocks: tuple[str, ...] = field(default=(), kw_only=True)
+    blocks: tuple[str, ...] = field(default=(), kw_only=True, metadata=OPTIONAL)
     units: tuple[UnitPlan, ...]
 
     @property

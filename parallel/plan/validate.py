@@ -100,7 +100,7 @@ def _mesh_mistakes(mesh: MeshPlan, world_size: int) -> Iterator[Mistake]:
 def _structure_mistakes(plan: Plan, model: ModelUnits) -> Iterator[Mistake]:
     """Check that modules are those of the model, each in exactly one unit, in the order of the forward."""
     published = tuple(model.modules)
-    lists = {"modules": (plan.modules, published), "blocks": (plan.blocks, model.blocks)}
+    lists = {"modules": (plan.modules, published), "blocks": (plan.blocks or model.blocks, model.blocks)}
     used = Counter(module for unit in plan.units for module in unit.modules)
     if wrong_lists := {key: pair for key, pair in lists.items() if pair[0] != pair[1]}:
         key, (planned, own) = next(iter(wrong_lists.items()))

@@ -11,7 +11,7 @@ from meshwright.parallel.errors import PlanError
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.lint import advise, unused_keys
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
+from meshwright.parallel.plan.serialize import plan_to_dict
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.parallel.planner.accuracy import MEMORY, load_errors, speed_errors, trust
 from meshwright.parallel.planner.explain import needed_gib
@@ -27,7 +27,7 @@ from meshwright.train.planning.fit import MAX_PROCESSES, check_fits, fewest_proc
 from meshwright.train.planning.predict import Prediction, check_legal_plans, plan_for, predict, predict_memory
 from meshwright.train.planning.resolve import check_attention
 from meshwright.train.planning.tracing_aside import traced_aside
-from meshwright.train.training import training_flops
+from meshwright.train.training import describe_plan, training_flops
 
 HOUR_S, DAY_S = 3600, 86400
 
@@ -272,7 +272,7 @@ def as_text(report: PlanReport) -> str:
     strategy = report.job.parallel.strategy
     notes = [describe_strategy(strategy, report.plan.mesh)] if strategy else []
     notes += [f"advice: {sentence}" for sentence in report.advice]
-    parts = ["\n".join([plan_to_table(report.plan), *notes])]
+    parts = ["\n".join([describe_plan(report.job, report.plan), *notes])]
     if report.reasons:
         parts.append("\n".join(["why:", *(f"- {sentence}" for sentence in report.reasons)]))
     parts.append(memory_table(report.memory))

@@ -83,17 +83,21 @@ def changes_since(checkpoint: Path, config: Config, plan: Plan) -> tuple[str, ..
     others = [c for c in config_changes(saved, config, "") if c[0] != batch and not c[0].startswith("model.")]
     with suppress(PlanError):  # there is none, or one of another version
         saved_plan = load_plan(checkpoint / "plan.yaml")
-        _refuse_other_dtypes(setting, (saved, saved_plan), (config, plan))
+        _refuse_other_state(setting, (saved, saved_plan), (config, plan))
         batches = saved_plan.global_batch_size, plan.global_batch_size
         others += [(batch, *batches)] if batches[0] != batches[1] else []
     return tuple(f"{key} {was} -> {value}" for key, was, value in (*model, *others))
 
 
-def _refuse_other_dtypes(setting: str, saved: tuple[Config, Plan], current: tuple[Config, Plan]) -> None:
-    """Raise ConfigError if the saved state has other dtypes than that of the run."""
+def _refuse_other_state(setting: str, saved: tuple[Config, Plan], current: tuple[Config, Plan]) -> None:
+    """Raise ConfigError if the saved state is of another optimizer, or of other dtypes."""
     was, now = (
-        {"optim.state_dtype": config.optim.state_dtype, "parallel.storage_dtype": plan.storage_dtype}
+        {
+            "optim.name": config.optim.name,
+            "optim.state_dtype": config.optim.state_dtype,
+            "parallel.storage_dtype": plan.storage_dtype,
+        }
         for config, plan in (saved, current)
     )
     if different := [f"{key}={was[key]}, not {now[key]}" for key in was if was[key] != now[key]]:
-        raise ConfigError(f"{setting}: it was saved with {' and '.join(different)}: use the same dtypes")
+        raise ConfigError(f"{setting}: it was saved with {' and '.join(different)}: use the same")

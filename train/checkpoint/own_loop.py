@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.sharded_model import ShardedModel
@@ -82,9 +81,6 @@ def load(
         return None
     if not any(name.startswith("optim.") for name in start.manifest.tensors):
         optimizer.state.clear()  # saved before the first step
-    elif not optimizer.state:
-        # most optimizers create it in their first step: takes one with gradients of zero and a rate of zero
-        get_optimizer_state_dict(sharded.model, optimizer)
     load_checkpoint(start.checkpoint, start.manifest, sharded.model, optimizer, sharded.mesh)
     if OPTIMIZER in start.manifest.files:
         set_groups(start.checkpoint / OPTIMIZER, sharded.model, optimizer)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.errors import first_of, one_line
@@ -231,6 +232,9 @@ def load_checkpoint(
 
     Raises CheckpointError if names, shapes or dtypes differ, and on all ranks if one cannot read its parts.
     """
+    if not optimizer.state and any(name.startswith("optim.") for name in manifest.tensors):
+        # most optimizers create it in their first step: takes one with gradients of zero and a rate of zero
+        get_optimizer_state_dict(model, optimizer)
     tensors = training_tensors(model, optimizer)
     saved = {name: each for name, each in manifest.tensors.items() if not name.startswith((RANDOM, STATE))}
     refuse_different(checkpoint, {name: describe_tensor(tensor) for name, tensor in tensors.items()}, saved)

@@ -16,7 +16,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.parallel.plan.lint import advise, unused_keys
 from meshwright.parallel.plan.mistakes import planned_keys
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.plan.serialize import plan_to_table, plan_to_yaml
+from meshwright.parallel.plan.serialize import plan_to_yaml
 from meshwright.parallel.plan.strategy import describe_strategy
 from meshwright.train.config import Config, TrainingJob
 from meshwright.train.config_keys import keys_of, type_of
@@ -26,7 +26,7 @@ from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.resolve import describe_dtype
 from meshwright.train.planning.run_plan import RunPlan
-from meshwright.train.training import describe_frozen
+from meshwright.train.training import describe_frozen, describe_plan
 
 if TYPE_CHECKING:
     from meshwright.parallel.planner.timeline import Timeline
@@ -161,7 +161,7 @@ def log_run_summary(console: Console, ranks: RankInfo, planned: RunPlan, config:
     console.print(f"no prediction: {why}" if (why := planned.no_prediction) else tensors)
     if job.parallel.strategy:
         console.print(describe_strategy(job.parallel.strategy, plan.mesh))
-    console.print(plan_to_table(plan))
+    console.print(describe_plan(job, plan))
     if plan.mesh.tp > 1 and (share := model_of(job.model).units.tp_share) < 1:
         console.print(f"tp={plan.mesh.tp} splits {share:.0%} of the parameters; every tp rank has all others")
     if job.parallel.plan != "auto":  # the planner has already considered what advice would suggest

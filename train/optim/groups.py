@@ -10,7 +10,7 @@ from typing import Literal
 from meshwright.parallel.config import Kind
 from meshwright.parallel.model.kinds import ParameterKind
 from meshwright.parallel.plan.rules import nearest
-from meshwright.parallel.plan.serialize import format_table, join_names
+from meshwright.parallel.plan.serialize import format_table
 from meshwright.train.config import GroupConfig, OptimConfig
 from meshwright.train.errors import ConfigError
 
@@ -97,15 +97,12 @@ def _as_told(name: str, found: ParameterKind, rule: GroupConfig) -> ParameterKin
 
 
 def describe_groups(groups: Sequence[UpdateGroup], config: OptimConfig) -> str:
-    """Return a table of the groups: which kinds, how many parameters, and what they are updated with."""
-    head = ("optimizer", "kinds", "tensors", "parameters", "lr", "weight decay", "such as")
-    names = {"muon": "muon", "adamw": "adamw", "yours": config.name}
+    """Return a table of the groups: what updates which kinds of parameters, and with which numbers."""
+    head = ("optimizer", "kinds", "tensors", "parameters", "lr", "weight decay")
     rows = []
     for group in groups:
         kinds = ", ".join(dict.fromkeys(kind.kind for kind in group.kinds.values()))
-        size = f"{group.parameters:,}"
-        numbers = (f"{group.lr:g}", f"{group.weight_decay:g}")
-        rows.append(
-            (names[group.by], kinds, str(len(group.kinds)), size, *numbers, join_names([*group.kinds])[0])
-        )
-    return format_table(list(head), [list(row) for row in rows])
+        sizes = (f"{len(group.kinds)}", f"{group.parameters:,}")
+        name = config.name if group.by == "yours" else group.by
+        rows.append((name, kinds, *sizes, f"{group.lr:g}", f"{group.weight_decay:g}"))
+    return format_table(head, rows)

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.model.kinds import kinds_of
+from meshwright.parallel.sharded_model import ShardedModel
+from meshwright.parallel.structure import convert_fields
 from meshwright.train.checkpoint.shards import dtype_name
-from meshwright.train.config import OptimConfig
+from meshwright.train.config import MuonConfig, OptimConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.optim.groups import UpdateGroup, make_groups
 from meshwright.train.optim.muon import Muon, Owned
-from meshwright.train.user_code import find
+from meshwright.train.user_code import allow, find
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int, shift: float = 0.0) -> float:
@@ -86,6 +88,28 @@ def build_optimizer(
     if by_muon:
         parts.insert(0, _muon(by_muon, named, config, blocks, mesh))
     return parts[0] if len(parts) == 1 else Several(parts)
+
+
+def optimizer(
+    sharded: ShardedModel, name: str = "adamw", *, muon: Mapping[str, Any] | None = None, **keys: Any
+) -> torch.optim.Optimizer:
+    """Return an optimizer of a sharded model for a loop of one's own, the same on every mesh.
+
+    Args:
+        name: as the key optim.name (docs/optimizers.md)
+        muon, keys: values of the keys optim.muon.* and optim.*, such as lr, betas, weight_decay, groups. A
+            schedule is the loop's business: `lr` is the rate until it sets another
+
+    Raises ConfigError for values that cannot be used.
+    """
+    config = OptimConfig(name=name, muon=MuonConfig(**(muon or {})), **keys)
+    convert_fields(config, "optim")
+    allow([name])
+    if name == "muon" and not sharded.plan.blocks:
+        raise ConfigError(
+            "optim.name=muon: the plan names no blocks, whose matrices Muon updates: make a new plan"
+        )
+    return build_optimizer(sharded.model, config, blocks=sharded.plan.blocks, mesh=sharded.mesh)
 
 
 def _torch_group(group: UpdateGroup, named: Mapping[str, Tensor], config: OptimConfig) -> dict[str, Any]:
@@ -180,6 +204,17 @@ class Several(torch.optim.Optimizer):
             for name in ("grad_scale", "found_inf"):
                 setattr(part, name, getattr(self, name, None))
             part.step()
+
+
+def describe_waits(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return a line if every step of an optimizer waits for the device."""
+    if knows_scale(optimizer):
+        return []
+    return [
+        f"optimizer: {type(optimizer).__name__} knows no grad_scale and found_inf, as torch.amp.GradScaler "
+        "sets: gradients are clipped before it, and each step waits once for the device, which says whether "
+        "it is skipped"
+    ]
 
 
 def knows_scale(optimizer: torch.optim.Optimizer) -> bool:

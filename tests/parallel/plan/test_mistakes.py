@@ -331,7 +331,7 @@ def test_a_value_of_another_type_or_missing_is_named_wherever_it_is(tmp_path: Pa
     data = plan_to_dict(plan := plan_of(tp=2))
     keys = {place: [*values] for place, values in data.items() if isinstance(values, dict)}
     keys |= {"layers.2": [key for key in data["units"][1] if key != "unit"]}
-    keys |= {"plan": [key for key in data if key not in ("units", "modules")]}
+    keys |= {"plan": [key for key in data if key not in ("units", "modules", "blocks")]}  # lists of names
     for value, problem in (([[]], r"(\[0])?=.*must be"), (None, ".* missing")):
         for place, names in keys.items():
             path = write_edited(tmp_path, plan, {place: dict.fromkeys(names, value)})
