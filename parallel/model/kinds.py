@@ -27,7 +27,7 @@ BY_HEADS = (
 QUERIES = ("wq", "q_proj", "query")
 KEYS_VALUES = ("wk", "wv", "k_proj", "v_proj", "key", "value")
 HALVES = ("gate_up_proj", "gate_up", "w13", "w12")
-HEADS = ("num_attention_heads", "n_heads", "n_head")
+HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
 KV_HEADS = ("num_key_value_heads", "n_kv_heads")
 
 
@@ -137,7 +137,7 @@ def _stored_together(
         return dim, ()  # gate and up in turns
     if stored in HALVES and size % 2 == 0:
         return dim, (size // 2,) * 2
-    config = getattr(model, "config", None)
+    config = module if isinstance(module, nn.MultiheadAttention) else getattr(model, "config", None)
     heads = _number(config, HEADS)
     kv_heads = _number(config, KV_HEADS) or heads
     shares = {

@@ -100,7 +100,7 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
 
 
 def on_ranks(folder: Path) -> dict[str, object]:
-    """Do a step on FSDP over 4 ranks and save it; do the second step there, and on HSDP from what was saved."""
+    """Do a step on FSDP over 4 ranks, save it; do the second step there, and on HSDP from what was saved."""
     example = torch.arange(4)
     found: dict[str, object] = {}
     for name, degrees in (("fsdp", {}), ("hsdp", {"dp_replicate": 2})):

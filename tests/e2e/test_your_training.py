@@ -97,7 +97,8 @@ class Two(Hook):
     def close(self):
         raise RuntimeError("the second")
 """
-SEAMS = ["--train.loss=mine:smoothed", "--data.factory=mine:copies", "--optim.schedule=mine:triangle"]
+SEAMS = ["--train.loss=mine:smoothed", "--data.factory=mine:copies", "--optim.name=mine:nadam"]
+SEAMS += ["--optim.schedule=mine:triangle"]
 
 
 def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -39,12 +39,12 @@ class UpdateGroup:
 
 
 def make_groups(kinds: Mapping[str, ParameterKind], config: OptimConfig) -> list[UpdateGroup]:
-    """Return the groups of the trained parameters, whose kinds these are. Matrices are decayed, and so are
-    all others of two dims or more but embeddings. Raises ConfigError for a pattern of `optim.groups` without
-    a match, and for values that cannot be used."""
+    """Return the groups of the trained parameters, whose kinds these are; for a function of the user's each
+    is of one kind. Decayed are matrices, and all others of two dims or more but embeddings. Raises ConfigError
+    for a pattern of `optim.groups` without a match, and for values that cannot be used."""
     rules = {name: _rule(name, config) for name in kinds}
     _check_patterns(kinds, config)
-    groups = dict[tuple[By, float, float], dict[str, ParameterKind]]()
+    groups = dict[tuple[By, str, float, float], dict[str, ParameterKind]]()
     for name, found in kinds.items():
         rule = rules[name]
         kind = _as_told(name, found, rule)
@@ -56,10 +56,11 @@ def make_groups(kinds: Mapping[str, ParameterKind], config: OptimConfig) -> list
             lr = config.lr if by == "muon" or config.muon.other_lr is None else config.muon.other_lr
         decay = rule.weight_decay if rule.weight_decay is not None else config.weight_decay * decayed
         lr = lr if rule.lr is None else rule.lr
-        groups.setdefault((by, decay, lr), {})[name] = kind
+        of_one_kind = kind.kind if by == "yours" else ""
+        groups.setdefault((by, of_one_kind, decay, lr), {})[name] = kind
     # those that are decayed first
-    ordered = sorted(groups.items(), key=lambda item: (item[0][0] != "muon", -item[0][1]))
-    return [UpdateGroup(by, decay, lr, members) for (by, decay, lr), members in ordered]
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0] != "muon", -item[0][2]))
+    return [UpdateGroup(by, decay, lr, members) for (by, _, decay, lr), members in ordered]
 
 
 def _rule(name: str, config: OptimConfig) -> GroupConfig:

@@ -81,7 +81,7 @@ def build_optimizer(
     kinds = kinds_of(model, blocks, config.muon.per_head)
     groups = make_groups({name: kinds[name] for name in named}, config)
     if ":" in config.name:
-        return _of_user(config.name, [_torch_group(group, named, config) for group in groups])
+        return _of_user(config.name, [_of_one_kind(group, named, config) for group in groups])
     by_muon = [group for group in groups if group.by == "muon"]
     others = [_torch_group(group, named, config) for group in groups if group.by == "adamw"]
     parts = [_adamw(others, named, config, seed)] if others else []
@@ -163,6 +163,11 @@ def _muon(
     owned = Owned(blocks, mesh, getattr(torch, dtype), device)
     torch_groups = [_torch_group(group, named, config) for group in groups]
     return Muon(torch_groups, ours, kinds, owned, config.muon.adjust_lr_fn, config.muon.momentum)
+
+
+def _of_one_kind(group: UpdateGroup, named: Mapping[str, Tensor], config: OptimConfig) -> dict[str, Any]:
+    (kind,) = {each.kind for each in group.kinds.values()}
+    return _torch_group(group, named, config) | {"kind": kind}
 
 
 def _of_user(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
