@@ -40,8 +40,8 @@ class UpdateGroup:
 
 def make_groups(kinds: Mapping[str, ParameterKind], config: OptimConfig) -> list[UpdateGroup]:
     """Return the groups of the trained parameters, whose kinds these are; for a function of the user's each
-    is of one kind. Decayed are matrices, and all others of two dims or more but embeddings. Raises ConfigError
-    for a pattern of `optim.groups` without a match, and for values that cannot be used."""
+    is of one kind. Decayed are matrices, and all others of two dims or more but embeddings. Raises
+    ConfigError for a pattern of `optim.groups` without a match, and for values that cannot be used."""
     rules = {name: _rule(name, config) for name in kinds}
     _check_patterns(kinds, config)
     groups = dict[tuple[By, str, float, float], dict[str, ParameterKind]]()
