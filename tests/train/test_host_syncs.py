@@ -26,6 +26,7 @@ def test_every_step_between_reports_reads_the_same_two_values_and_none_on_the_de
         f"--train.steps={STEPS}",
         "--checkpoint.every=0",
         "--train.gc_every_steps=2",
+        "--optim.name=muon",
     ]
     result = run(2, str(tmp_path), *keys, module="tests.support.workers.host_syncs")
     assert result.returncode == 0, result.stderr

@@ -19,7 +19,7 @@ from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.evaluation import evaluate
 from meshwright.train.model.trained_model import loss_of_forward, model_of
-from meshwright.train.step import train_step
+from meshwright.train.step import train_step, update
 from meshwright.train.training import freeze
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, sharded_alone
@@ -272,3 +272,13 @@ def test_the_norm_of_bfloat16_gradients_is_float32_and_exact_to_more_than_their_
     assert norm.item() == pytest.approx(
         torch.cat([p.grad.double() for p in parameters]).norm().item(), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_an_optimizer_that_knows_no_scale_gets_clipped_gradients_and_is_skipped(skipped: float) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.full((3,), 8.0 if not skipped else torch.nan)
+    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.9)
+    update(optimizer, torch.tensor(4.0), torch.tensor(skipped))
+    assert p.tolist() == ([1.0] * 3 if skipped else [-1.0] * 3)
+    assert bool(optimizer.state) == (not skipped)

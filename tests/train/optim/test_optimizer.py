@@ -1,5 +1,6 @@
 """The learning-rate schedules at their corners, and which parameters have weight decay."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
-from meshwright.train.config import OptimConfig
+from meshwright.train.config import GroupConfig, MuonConfig, OptimConfig
+from meshwright.train.errors import ConfigError
 from meshwright.train.optim.optimizer import (
+    Several,
     build_optimizer,
     describe_short_run,
     learning_rate,
@@ -144,3 +147,65 @@ def test_a_run_that_is_too_short_for_warm_up_decay_or_epoch_is_told_so():
     reached = f"{rates('cosine', 3)[-1]:.0%} of optim.lr"
     assert all(fact in warm_up for fact in ("optim.warmup_steps=10", "3 steps", reached))
     assert all(fact in epoch for fact in ("7 sequences", "a step of 8"))
+
+
+MUON = dataclasses.replace(CONFIG, name="muon", weight_decay=0.2)
+BLOCKS = ("layers.0", "layers.1")
+
+
+def test_kinds_and_patterns_have_rates_and_decays_of_their_own_which_follow_the_schedule() -> None:
+    groups = {"*.wq.*": GroupConfig(lr=0.02, weight_decay=0.0), "layers.1.*": GroupConfig(kind="other")}
+    config = dataclasses.replace(MUON, muon=MuonConfig(other_lr=0.001), groups=groups)
+    model = Llama(MODEL)
+    optimizer = build_optimizer(model, config, blocks=BLOCKS)
+    set_learning_rate(optimizer, 0.005)  # half of optim.lr
+    names = {p: name for name, p in model.named_parameters()}
+    found = {names[p]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert found["layers.0.attention.wk.weight"] == (0.005, 0.2)
+    assert found["layers.0.attention.wq.weight"] == (pytest.approx(0.01), 0.0)
+    assert found["layers.1.attention.wq.weight"] == (pytest.approx(0.0005), 0.2)  # the last pattern holds
+    assert found["head.output.weight"] == (pytest.approx(0.0005), 0.2)
+    assert found["tok_embeddings.weight"] == (pytest.approx(0.0005), 0.0)
+    orthogonalised = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
+    assert {name.partition(".attention.")[0] for name in orthogonalised if "attention" in name} == {
+        "layers.0"
+    }
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"layers.7.*": GroupConfig(lr=1.0)},
+        {"*.wq.*": GroupConfig(parts=(16, 15))},
+        {"tok_embeddings.*": GroupConfig(parts=(96, 1))},
+        {"*norm*": GroupConfig(kind="matrix")},
+    ],
+    ids=["no match", "not the size", "parts of no matrix", "a vector"],
+)
+def test_what_cannot_be_so_is_refused(groups: dict[str, GroupConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.groups"):
+        build_optimizer(Llama(MODEL), dataclasses.replace(MUON, groups=groups), blocks=BLOCKS)
+
+
+def test_several_optimizers_go_on_as_one_after_loading_the_state_of_all() -> None:
+    models = [Llama(MODEL), Llama(MODEL)]
+    for model in models:
+        model.initialise(0)
+    first, again = (build_optimizer(model, MUON, blocks=BLOCKS) for model in models)
+    assert isinstance(first, Several)
+
+    def step(number: int) -> None:
+        torch.manual_seed(number)
+        for name, p in models[number > 0].named_parameters():
+            p.grad = torch.randn_like(p)
+            if number > 0:
+                models[0].get_parameter(name).grad = p.grad.clone()
+        first.step()
+
+    step(0)
+    models[1].load_state_dict(models[0].state_dict())
+    again.load_state_dict(copy.deepcopy(first.state_dict()))
+    step(1)
+    again.step()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
