@@ -7,11 +7,11 @@ is never imported, because reading a checkpoint runs no code.
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Iterable
 from typing import Any
 
 from meshwright.models.config import LlamaConfig
+from meshwright.parallel.errors import place_of
 from meshwright.train.errors import ConfigError
 
 # the keys whose values are such names
@@ -43,11 +43,9 @@ def find(key: str, name: str) -> Any:
         raise ConfigError(
             f"{key}={name}: {error}{where}: use a name in a module in this folder, or installed"
         ) from error
-    except Exception as error:  # of the module's own code
-        place = traceback.extract_tb(error.__traceback__)[-1]
+    except (Exception, SystemExit) as error:  # of the module's own code
         raise ConfigError(
-            f"{key}={name}: {module} cannot be imported: {type(error).__name__}: {error} "
-            f"({place.filename}:{place.lineno})"
+            f"{key}={name}: {module} cannot be imported: {type(error).__name__}: {error}{place_of(error)}"
         ) from error
     if not hasattr(found, attribute):
         raise ConfigError(f"{key}={name}: {found.__file__} has no {attribute}")

@@ -5,7 +5,6 @@ import pickle
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
-from meshwright.parallel.errors import PlanError
+from meshwright.parallel.errors import PlanError, place_of
 
-LIBRARIES = ("/site-packages/", "/meshwright/")  # whose frames are not the caller's code
 LIMIT = timedelta(minutes=5)  # for a collective, in which ranks wait for one that does not call it
 
 
@@ -114,11 +112,8 @@ def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
         function, job = torch.load(f"{folder}/job.pt", weights_only=False)
         result = function(*job)
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [f for f in frames if not any(library in f.filename for library in LIBRARIES)]
-        where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
         kind = "" if isinstance(error, PlanError) else f"{type(error).__name__}: "
         closed = "Connection closed" in str(error) or "Timed out" in str(error)
-        result = RankFailure(f"{kind}{str(error).removeprefix('check: ')}{where}", closed)
+        result = RankFailure(f"{kind}{str(error).removeprefix('check: ')}{place_of(error)}", closed)
     torch.save(result, f"{folder}/{rank}.pt")
     os._exit(0)  # other ranks may still wait for one that failed
