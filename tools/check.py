@@ -57,10 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises ConfigError and PlanError.
     """
-    parser = make_parser()
+    parser, early = make_parser(), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--junit", type=Path, nargs="?")
+    if junit := early.parse_known_args(arguments)[0].junit:  # before a mistake: an old report may say "same"
+        check_target("--junit", junit, (".xml",), overwrites=True).unlink(missing_ok=True)
     options, keys = parse_with_keys(parser, arguments)
-    if options.junit:
-        check_target("--junit", options.junit, (".xml",), overwrites=True)
     plan_only = [name for name in OF_PLAN if getattr(options, name) != parser.get_default(name)]
     if options.sharded and plan_only:
         raise ConfigError(f"--{plan_only[0]} is of a plan, but --sharded shards without one: leave it out")
@@ -68,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if of_sharded and not options.sharded:
         raise ConfigError(f"--{of_sharded[0]} needs --sharded=MODULE:FUNCTION, whose sharding is checked")
     report = of_function(options, keys) if options.sharded else of_plan(options, keys)
-    if options.junit:
-        write_atomically(options.junit, report.junit().encode())
+    if junit:
+        write_atomically(junit, report.junit().encode())
     print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
     if not report.same:
         sys.exit(1)

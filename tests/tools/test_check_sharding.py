@@ -136,14 +136,18 @@ def test_an_error_of_one_rank_says_where() -> None:
         (BUILD, "--step=mine:Loop"),
         (BUILD, f"{SHARDED}:ddp", "--backend=none"),
         (BUILD, f"{SHARDED}:nowhere"),
+        (BUILD, f"{SHARDED}:ddp", "--tpp=2"),
         (BUILD, f"{SHARDED}:ddp", "--junit=nowhere/x.xml"),
         (BUILD, f"{SHARDED}:ddp", "--device=cuda", "--dp_shard=64"),
     ],
-    ids=["no sharding", "of a plan", "no function", "no folder", "no GPU"],
+    ids=["no sharding", "of a plan", "no function", "no option", "no folder", "no GPU"],
 )
-def test_mistakes_are_refused_before_processes_start(arguments: tuple[str, ...]) -> None:
+def test_mistakes_are_refused_before_processes_start(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    old = tmp_path / "report.xml"  # of a check that passed
+    old.touch()
     with pytest.raises((ConfigError, PlanError)):
-        main(arguments)
+        main([f"--junit={old}", *arguments])
+    assert old.exists() == any("--junit" in each for each in arguments)
 
 
 @pytest.mark.sampled(4)
