@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.check.values import moved, with_random_ids
@@ -86,6 +87,9 @@ class Subject:
         model = model if found is None else found
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise PlanError("check: FSDP1 has no whole parameters to compare: use torch's fully_shard")
+        for module in model.modules():
+            if self.device == "cpu" and isinstance(module, FSDPModule):  # gloo has no PREMUL_SUM
+                module.set_force_sum_reduction_for_comms(True)
         return model.train()
 
     def rows(self) -> list[list[int]]:

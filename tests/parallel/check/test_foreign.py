@@ -43,6 +43,11 @@ def shard(model: Net, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
+def undivided(model: Net, mesh: DeviceMesh) -> None:
+    shard(model, mesh)
+    model.set_gradient_divide_factor(1.0)
+
+
 def buffer_on_one_rank(model: Net, mesh: DeviceMesh) -> None:
     model.scale.mul_(1 + dist.get_rank())
     shard(model, mesh)
@@ -146,6 +151,7 @@ class Nested(Loop):
 
 CASES: dict[str, tuple[Callable[..., Any], type[Loop] | None, str]] = {
     "right": (shard, Loop, ""),
+    "gradients undivided, on gloo": (undivided, None, ""),
     "buffer of one rank": (buffer_on_one_rank, None, "after sharding: buffer scale"),
     "output gone": (output_gone, None, "evaluation: output 1: missing"),
     "evaluation of a loop": (wrong_evaluation, Loop, "evaluation: output 0"),
