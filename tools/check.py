@@ -10,10 +10,10 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from meshwright.parallel.check.check import check
 from meshwright.parallel.check.foreign import check_sharding
@@ -32,7 +32,7 @@ from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.train.config import ModelConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.trained_model import OwnModel, call_factory
+from meshwright.train.model.trained_model import call_factory
 from meshwright.train.user_code import allow, find
 
 DESCRIPTION = """example:
@@ -95,7 +95,8 @@ def of_function(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport
 
 def of_plan(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport:
     """Check the plan that the options describe."""
-    made, described = build(options.factory, keys)
+    model = model_config(options.factory, keys)
+    made = call_factory(model, values=True)
     degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
         **degrees,
@@ -110,7 +111,7 @@ def of_plan(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport:
     )
     world_size = math.prod(degrees.values())
     batch = options.accumulation * options.dp_replicate * options.dp_shard
-    units = describe(made.module, made.example, **described)
+    units = describe(made.module, made.example, **model.described)
     shape = RunShape(world_size, world_size, max(1, tokens_of(made.example)), global_batch_size=batch)
     plan = make_plan(config, units, shape)
     if not options.json:
@@ -170,13 +171,6 @@ def make_parser() -> argparse.ArgumentParser:
         "and styles are as in a config: python -m train.main -h model."
     )
     return parser
-
-
-def build(factory: str, arguments: Sequence[str]) -> tuple[OwnModel, Mapping[str, Any]]:
-    """Call the factory, and return what it does and the options of `describe`. Raises ConfigError for an
-    argument that is not below `PREFIX`, if there is no such function, and if it returns something else."""
-    config = model_config(factory, arguments)
-    return call_factory(config, values=True), config.described
 
 
 def model_config(factory: str, arguments: Sequence[str]) -> ModelConfig:

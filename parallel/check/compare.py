@@ -56,10 +56,7 @@ class Comparison:
         of_twin = ((seen, t) for seen, t in self.twin.tensors.items() if seen.what == "change")
         changes = [t for seen, t in of_twin if seen.name not in self.twin.frozen]
         if changes and not differences and not any(t is not None and bool(t.any()) for t in changes):
-            raise PlanError(
-                "check: no step changed any parameter, so that little was compared: does the loop's "
-                "step(batches) call its optimizer, which has the model's parameters and a learning rate?"
-            )
+            raise PlanError("check: no step changed any parameter: does step(batches) step an optimizer?")
         return CheckReport(
             degrees=self.mesh,
             blocks=(),
@@ -76,6 +73,8 @@ class Comparison:
             yield f"gradients are {factor:.3g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
+        if differences and self.ranks[0].hint:
+            yield self.ranks[0].hint
         if len(differences) > 1 and not any(each.kind for each in differences) and not self.twin.parts:
             yield "no factor in common: does the loss weigh rows otherwise, as a mean over each rank does?"
         computed = all(each.name.startswith(("output", "gradient")) for each in differences)

@@ -1,5 +1,6 @@
 """Runs a function on ranks that it starts itself, and returns what each one returned."""
 
+import logging
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
-from meshwright.parallel.errors import PlanError, place_of
+from meshwright.parallel.errors import PlanError, one_line, place_of
 
 LIMIT = timedelta(minutes=5)  # for a collective, in which ranks wait for one that does not call it
 
@@ -48,8 +49,9 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
             _wait(context)
         except ProcessException as error:
             raise PlanError(
-                "check: a process ended before its work: what it printed says why. The script that calls it "
-                'needs `if __name__ == "__main__":`, because processes import it'
+                f"check: {one_line(error)} before its work was done, as by os._exit, a crash or too little "
+                "memory: what it printed says more. The script that calls it needs "
+                '`if __name__ == "__main__":`, because processes import it'
             ) from error
         results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     failures = [result for result in results if isinstance(result, RankFailure)]
@@ -70,6 +72,7 @@ def _start_forkserver() -> None:
 
 def _wait(context: ProcessContext) -> None:
     """Wait for the processes, and end them if this one is interrupted."""
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # our error says it
     try:
         while not context.join():
             pass

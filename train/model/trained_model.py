@@ -408,8 +408,6 @@ def call_factory(config: ModelConfig, values: bool = False) -> OwnModel:
     """
     named = f"model.factory={config.factory}"
     function = find("model.factory", config.factory)
-    if not callable(function):
-        raise ConfigError(f"{named} is {one_line(repr(function), 100)}, not a function")
     try:
         call = partial(function, **config.args)
         result = call() if values else construct_on_meta(call)[0]
@@ -436,12 +434,10 @@ def _doubtful(function: Callable[..., Any], args: Mapping[str, Any], error: Base
         known = inspect.signature(function).parameters
     found = ""
     for key, value in args.items():
-        if key not in known:
-            named = f"'{key}'" in str(error)
-            found += f"there is no model.args.{key}.{nearest(key, known)} " if named else ""
-        elif isinstance(value, str) and isinstance(error, TypeError):
-            is_text = isinstance(known[key].default, str) or "str" in str(known[key].annotation)
-            found += "" if is_text else f"model.args.{key}={value!r} is text: "
+        if key not in known and f"'{key}'" in str(error):
+            found += f"there is no model.args.{key}.{nearest(key, known)} "
+        elif isinstance(value, str) and isinstance(error, TypeError) and "str" not in str(known.get(key)):
+            found += f"model.args.{key}={value!r} is text: "
     return found
 
 
