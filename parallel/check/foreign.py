@@ -56,7 +56,8 @@ def check_sharding(subject: Subject, tolerance: float = TOLERANCE) -> CheckRepor
     Args:
         tolerance: of a relative difference, in float32
 
-    Raises PlanError if a process fails: its model or functions cannot be sent to it, or raise.
+    Raises PlanError if no step changes a parameter, and if a process fails: its model or functions cannot be
+    sent to it, or raise.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-saved-") as folder:
         subject = dataclasses.replace(subject, folder=Path(folder))
