@@ -13,7 +13,6 @@ from typing import Any
 from meshwright.models.config import LlamaConfig
 from meshwright.parallel.errors import place_of
 from meshwright.parallel.plan.rules import nearest
-from meshwright.train.config import check_name
 from meshwright.train.errors import ConfigError
 
 # the keys whose values are such names
@@ -29,10 +28,6 @@ def allow(names: Iterable[str]) -> None:
 def find(key: str, name: str) -> Any:
     """Import the module, from the current folder too, and return the function or class that it calls NAME.
     Raises ConfigError if there is none, and if no command has named it, as when a checkpoint does."""
-    try:
-        check_name(key, name)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if name not in _allowed:
         value = f"[{name}]" if key == "train.hooks" else name
         raise ConfigError(
@@ -53,7 +48,7 @@ def find(key: str, name: str) -> Any:
         raise ConfigError(
             f"{key}={name}: {module} cannot be imported: {type(error).__name__}: {error}{place_of(error)}"
         ) from error
-    if not callable(value := getattr(found, attribute, None)):
-        hint = nearest(attribute, [each for each, of in vars(found).items() if callable(of)])
-        raise ConfigError(f"{key}={name}: {found.__file__} has no function or class {attribute}.{hint}")
-    return value
+    if not callable(it := getattr(found, attribute, None)):
+        hint = nearest(attribute, [n for n, of in vars(found).items() if callable(of)]) or " Use MODULE:NAME."
+        raise ConfigError(f"{key}={name}: {found.__file__} has no function or class '{attribute}'.{hint}")
+    return it
