@@ -43,7 +43,7 @@ def assert_same(
         tolerance: of a relative difference
 
     All functions and classes must be at the top of a module, because other processes import them. Raises
-    AssertionError with the report, and PlanError if a process fails.
+    AssertionError with the report, and PlanError if a process fails or no step changes a parameter.
     """
     if dp_replicate * dp_shard * cp * tp == 1:
         dp_shard = 2

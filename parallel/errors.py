@@ -1,8 +1,20 @@
 """The error for an impossible plan, and messages of bounded length that quote user input."""
 
+import os
+import traceback
 from collections.abc import Sequence
 
 LETTERS = 900  # limit for one line of a message, including file names
+# starts of the names of files that are not the caller's: generated code, Python's own, and ours
+LIBRARIES = ("<", os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last line of the caller's own code in the traceback of an error, " (FILE:LINE)", or ""."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not (frame.filename.startswith(LIBRARIES) or "/site-packages/" in frame.filename):
+            return f" ({frame.filename}:{frame.lineno})"
+    return ""
 
 
 def one_line(message: object, letters: int = LETTERS) -> str:

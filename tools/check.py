@@ -10,10 +10,10 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from meshwright.parallel.check.check import check
 from meshwright.parallel.check.foreign import check_sharding
@@ -32,7 +32,7 @@ from meshwright.tools.plan.export import check_target, write_atomically
 from meshwright.train.config import ModelConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
-from meshwright.train.model.trained_model import OwnModel, call_factory
+from meshwright.train.model.trained_model import call_factory
 from meshwright.train.user_code import allow, find
 
 DESCRIPTION = """example:
@@ -57,10 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises ConfigError and PlanError.
     """
-    parser = make_parser()
+    parser, early = make_parser(), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--junit", type=Path, nargs="?")
+    if junit := early.parse_known_args(arguments)[0].junit:  # before a mistake: an old report may say "same"
+        check_target("--junit", junit, (".xml",), overwrites=True).unlink(missing_ok=True)
     options, keys = parse_with_keys(parser, arguments)
-    if options.junit:
-        check_target("--junit", options.junit, (".xml",), overwrites=True)
     plan_only = [name for name in OF_PLAN if getattr(options, name) != parser.get_default(name)]
     if options.sharded and plan_only:
         raise ConfigError(f"--{plan_only[0]} is of a plan, but --sharded shards without one: leave it out")
@@ -68,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if of_sharded and not options.sharded:
         raise ConfigError(f"--{of_sharded[0]} needs --sharded=MODULE:FUNCTION, whose sharding is checked")
     report = of_function(options, keys) if options.sharded else of_plan(options, keys)
-    if options.junit:
-        write_atomically(options.junit, report.junit().encode())
+    if junit:
+        write_atomically(junit, report.junit().encode())
     print(to_json(dataclasses.asdict(report) | {"same": report.same}) if options.json else report)
     if not report.same:
         sys.exit(1)
@@ -94,7 +95,8 @@ def of_function(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport
 
 def of_plan(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport:
     """Check the plan that the options describe."""
-    made, described = build(options.factory, keys)
+    model = model_config(options.factory, keys)
+    made = call_factory(model, values=True)
     degrees = {axis: getattr(options, axis) for axis in DEGREES}
     config = ParallelConfig(
         **degrees,
@@ -109,7 +111,7 @@ def of_plan(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport:
     )
     world_size = math.prod(degrees.values())
     batch = options.accumulation * options.dp_replicate * options.dp_shard
-    units = describe(made.module, made.example, **described)
+    units = describe(made.module, made.example, **model.described)
     shape = RunShape(world_size, world_size, max(1, tokens_of(made.example)), global_batch_size=batch)
     plan = make_plan(config, units, shape)
     if not options.json:
@@ -169,13 +171,6 @@ def make_parser() -> argparse.ArgumentParser:
         "and styles are as in a config: python -m train.main -h model."
     )
     return parser
-
-
-def build(factory: str, arguments: Sequence[str]) -> tuple[OwnModel, Mapping[str, Any]]:
-    """Call the factory, and return what it does and the options of `describe`. Raises ConfigError for an
-    argument that is not below `PREFIX`, if there is no such function, and if it returns something else."""
-    config = model_config(factory, arguments)
-    return call_factory(config, values=True), config.described
 
 
 def model_config(factory: str, arguments: Sequence[str]) -> ModelConfig:

@@ -7,11 +7,12 @@ is never imported, because reading a checkpoint runs no code.
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Iterable
 from typing import Any
 
 from meshwright.models.config import LlamaConfig
+from meshwright.parallel.errors import place_of
+from meshwright.parallel.plan.rules import nearest
 from meshwright.train.errors import ConfigError
 
 # the keys whose values are such names
@@ -25,8 +26,8 @@ def allow(names: Iterable[str]) -> None:
 
 
 def find(key: str, name: str) -> Any:
-    """Import the module, from the current folder too, and return what it calls NAME. Raises ConfigError if
-    there is no such thing, and if no command has named it, as when a checkpoint does."""
+    """Import the module, from the current folder too, and return the function or class that it calls NAME.
+    Raises ConfigError if there is none, and if no command has named it, as when a checkpoint does."""
     if name not in _allowed:
         value = f"[{name}]" if key == "train.hooks" else name
         raise ConfigError(
@@ -43,12 +44,11 @@ def find(key: str, name: str) -> Any:
         raise ConfigError(
             f"{key}={name}: {error}{where}: use a name in a module in this folder, or installed"
         ) from error
-    except Exception as error:  # of the module's own code
-        place = traceback.extract_tb(error.__traceback__)[-1]
+    except (Exception, SystemExit) as error:  # of the module's own code
         raise ConfigError(
-            f"{key}={name}: {module} cannot be imported: {type(error).__name__}: {error} "
-            f"({place.filename}:{place.lineno})"
+            f"{key}={name}: {module} cannot be imported: {type(error).__name__}: {error}{place_of(error)}"
         ) from error
-    if not hasattr(found, attribute):
-        raise ConfigError(f"{key}={name}: {found.__file__} has no {attribute}")
-    return getattr(found, attribute)
+    if not callable(it := getattr(found, attribute, None)):
+        hint = nearest(attribute, [n for n, of in vars(found).items() if callable(of)]) or " Use MODULE:NAME."
+        raise ConfigError(f"{key}={name}: {found.__file__} has no function or class '{attribute}'.{hint}")
+    return it

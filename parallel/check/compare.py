@@ -20,6 +20,7 @@ from meshwright.parallel.check.kinds import (
 )
 from meshwright.parallel.check.recorded import START, RankRecord, Seen, data_rank, groups_over
 from meshwright.parallel.check.report import CheckReport, Mismatch
+from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import MeshPlan
 
 
@@ -37,7 +38,8 @@ class Comparison:
     tolerance: float
 
     def report(self) -> CheckReport:
-        """Return what differs, up to the first moment at which something does."""
+        """Return what differs, up to the first moment at which something does. Raises PlanError if nothing
+        differs because nothing was trained."""
         compared, largest, differences, notes = 0, 0.0, [*self._frozen()], list[str]()
         for moment in dict.fromkeys(seen.moment for seen in self.ranks[0].tensors):
             floor = self.twin.factor * floor_of(self.twin.of(moment, "gradient").values())
@@ -51,6 +53,10 @@ class Comparison:
                     differences.append(found)
             if differences:
                 break
+        of_twin = ((seen, t) for seen, t in self.twin.tensors.items() if seen.what == "change")
+        changes = [t for seen, t in of_twin if seen.name not in self.twin.frozen]
+        if changes and not differences and not any(t is not None and bool(t.any()) for t in changes):
+            raise PlanError("check: no step changed any parameter: does step(batches) step an optimizer?")
         return CheckReport(
             degrees=self.mesh,
             blocks=(),
@@ -67,9 +73,8 @@ class Comparison:
             yield f"gradients are {factor:.3g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
-        changes = [t for seen, t in self.ranks[0].tensors.items() if seen.what == "change" and t is not None]
-        if changes and not any(bool(change.any()) for change in changes):
-            yield "no step changed any parameter"
+        if differences and self.ranks[0].hint:
+            yield self.ranks[0].hint
         if len(differences) > 1 and not any(each.kind for each in differences) and not self.twin.parts:
             yield "no factor in common: does the loss weigh rows otherwise, as a mean over each rank does?"
         computed = all(each.name.startswith(("output", "gradient")) for each in differences)

@@ -34,7 +34,7 @@ from meshwright.parallel.check.kinds import (
 from meshwright.parallel.check.processes import run_ranks
 from meshwright.parallel.check.recorded import START, RankRecord, Seen, data_rank
 from meshwright.parallel.check.report import CheckReport
-from meshwright.parallel.check.subject import MICRO_BATCHES, Subject
+from meshwright.parallel.check.subject import MICRO_BATCHES, Subject, where
 from meshwright.parallel.check.values import whole_outputs
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import full_tensor, names_by_parameter
@@ -56,7 +56,8 @@ def check_sharding(subject: Subject, tolerance: float = TOLERANCE) -> CheckRepor
     Args:
         tolerance: of a relative difference, in float32
 
-    Raises PlanError if a process fails: its model or functions cannot be sent to it, or raise.
+    Raises PlanError if no step changes a parameter, and if a process fails: its model or functions cannot be
+    sent to it, or raise.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-saved-") as folder:
         subject = dataclasses.replace(subject, folder=Path(folder))
@@ -69,9 +70,15 @@ def record_rank(subject: Subject) -> RankRecord:
     """Record what a rank of the mesh computes. Every rank calls it."""
     model, example = subject.start()
     random = is_random(copy.deepcopy(model), example)
-    mesh = subject.device_mesh()
+    mesh, given, names = subject.device_mesh(), model, {name for name, _ in named(model)}
     model = subject.sharded(model, mesh)
     found = RankRecord(whole=not any(isinstance(p, DTensor) for p in model.parameters()))
+    if all(module is not given for module in model.modules()):
+        found.hint = f"{where(subject.shard)} returned another model than the one that it got"
+        if names.isdisjoint(name for name, _ in named(model)):
+            raise PlanError(f"check: {found.hint}, with other names: shard the one that it gets")
+    elif model is given and found.whole:
+        found.hint = f"does {where(subject.shard)} return the model that it shards?"
     look(found, START, model)
     found.tied = ties(model)
     found.frozen = frozen(model)
@@ -174,8 +181,7 @@ def _record_loop(
             found.tensors[Seen(moment, "loss", "the step")] = loss.float().cpu()
         look(found, f"after {moment}", model)
 
-    assert subject.loop is not None
-    loop = subject.loop(model, mesh)
+    loop = subject.new_loop(model, mesh)
     for step in range(STEPS):
         run(loop, model, step, f"step {step + 1}")
     everyone = range(subject.mesh.data_parallel) if mesh is None else (own_rank(subject),)
@@ -201,7 +207,7 @@ def _record_loop(
         return
     torch.manual_seed(1)
     model = subject.sharded(subject.built()[0].to(subject.device).train(), mesh)
-    loop = subject.loop(model, mesh)
+    loop = subject.new_loop(model, mesh)
     loop.load(subject.folder)
     found.last.clear()
     look(found, f"{saved_at}{LOADED}", model)

@@ -1,11 +1,11 @@
 """Runs a function on ranks that it starts itself, and returns what each one returned."""
 
+import logging
 import os
 import pickle
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
-from meshwright.parallel.errors import PlanError
+from meshwright.parallel.errors import PlanError, one_line, place_of
 
-LIBRARIES = ("/site-packages/", "/meshwright/")  # whose frames are not the caller's code
 LIMIT = timedelta(minutes=5)  # for a collective, in which ranks wait for one that does not call it
 
 
@@ -50,8 +49,9 @@ def run_ranks(function: Callable[..., Any], ranks: int, job: Sequence[Any], devi
             _wait(context)
         except ProcessException as error:
             raise PlanError(
-                "check: a process ended before its work: what it printed says why. The script that calls it "
-                'needs `if __name__ == "__main__":`, because processes import it'
+                f"check: {one_line(error)} before its work was done, as by os._exit, a crash or too little "
+                "memory: what it printed says more. The script that calls it needs "
+                '`if __name__ == "__main__":`, because processes import it'
             ) from error
         results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     failures = [result for result in results if isinstance(result, RankFailure)]
@@ -72,6 +72,7 @@ def _start_forkserver() -> None:
 
 def _wait(context: ProcessContext) -> None:
     """Wait for the processes, and end them if this one is interrupted."""
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # our error says it
     try:
         while not context.join():
             pass
@@ -114,11 +115,8 @@ def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
         function, job = torch.load(f"{folder}/job.pt", weights_only=False)
         result = function(*job)
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [f for f in frames if not any(library in f.filename for library in LIBRARIES)]
-        where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
         kind = "" if isinstance(error, PlanError) else f"{type(error).__name__}: "
         closed = "Connection closed" in str(error) or "Timed out" in str(error)
-        result = RankFailure(f"{kind}{str(error).removeprefix('check: ')}{where}", closed)
+        result = RankFailure(f"{kind}{str(error).removeprefix('check: ')}{place_of(error)}", closed)
     torch.save(result, f"{folder}/{rank}.pt")
     os._exit(0)  # other ranks may still wait for one that failed

@@ -40,6 +40,7 @@ class RankRecord:
         tied: names of one parameter, those after the first by the first
         frozen: parameters without a gradient
         whole: whether the rank holds every parameter whole
+        hint: what to look at first if something differs
         notes: what was not run so
         last: the values at the last look
     """
@@ -51,6 +52,7 @@ class RankRecord:
     tied: Mapping[str, str] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     whole: bool = True
+    hint: str = ""
     notes: tuple[str, ...] = ()
     last: dict[str, Tensor] = field(default_factory=dict)
 

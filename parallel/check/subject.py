@@ -1,6 +1,7 @@
 """What is checked of somebody else: a model, the function that shards it, and a training loop."""
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,16 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.check.values import moved, with_random_ids
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.forward import Example, example_or_tokens
 from meshwright.parallel.model.parts import repeated_rows, rows_of, some_rows
+from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import AXES, MeshPlan
 
 MICRO_BATCHES = 2
 MOST_PARAMETERS = 50_000_000
+
+
+def where(function: Callable[..., Any]) -> str:
+    """Return the name of a function or class, and where it is, for a message."""
+    try:
+        return (
+            f"{function.__name__} ({inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]})"
+        )
+    except (AttributeError, TypeError, OSError):  # as of a partial
+        return repr(function)
 
 
 @dataclass(frozen=True)
@@ -81,12 +94,24 @@ class Subject:
     def sharded(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         found = self.shard(model, mesh)
         if not isinstance(found, nn.Module | None):
-            name = getattr(self.shard, "__name__", self.shard)
-            raise PlanError(f"check: {name} returned {type(found).__name__}, not a model or None")
+            raise PlanError(
+                f"check: {where(self.shard)} returned {type(found).__name__}, not a model or None"
+            )
         model = model if found is None else found
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise PlanError("check: FSDP1 has no whole parameters to compare: use torch's fully_shard")
+        for module in model.modules():
+            if self.device == "cpu" and isinstance(module, FSDPModule):  # gloo has no PREMUL_SUM
+                module.set_force_sum_reduction_for_comms(True)
         return model.train()
+
+    def new_loop(self, model: nn.Module, mesh: DeviceMesh | None) -> Any:
+        assert self.loop is not None
+        loop = self.loop(model, mesh)
+        if not callable(getattr(loop, "step", None)):
+            hint = nearest("step", dir(loop))
+            raise PlanError(f"check: what {where(self.loop)} makes has no step(batches): add it.{hint}")
+        return loop
 
     def rows(self) -> list[list[int]]:
         """Return the number of rows of each micro batch of each data-parallel rank."""

@@ -1,5 +1,6 @@
 """`tools.check --sharded` and `assert_same` on somebody's own functions, in processes that they start."""
 
+import copy
 import json
 import os
 import random
@@ -80,6 +81,24 @@ def failing(model: Model, mesh: DeviceMesh) -> None:
     fsdp(model, mesh)
 
 
+def ending(model: Model, mesh: DeviceMesh) -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def another(model: Model, mesh: DeviceMesh) -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def lost(model: Model, mesh: DeviceMesh) -> None:
+    fsdp(copy.deepcopy(model), mesh)
+
+
+class NoLoop:
+    def __init__(self, model: Model, mesh: DeviceMesh | None) -> None: ...
+
+
 def waiting(model: Model, mesh: DeviceMesh) -> None:
     time.sleep(1000)
 
@@ -125,9 +144,22 @@ def test_a_ci_gets_a_junit_file_and_exit_code_1(tmp_path: Path) -> None:
     assert int(suite.attrib["failures"]) == len(suite.findall("testcase/failure")) > 0
 
 
-def test_an_error_of_one_rank_says_where() -> None:
-    with pytest.raises(PlanError, match=r"ValueError: only here .*test_check_sharding\.py:\d+"):
-        assert_same(build, failing)
+@pytest.mark.parametrize(
+    ("sharding", "loop", "error", "message"),
+    [
+        (failing, None, PlanError, r"ValueError: only here .*test_check_sharding\.py:\d+"),
+        (ending, None, PlanError, "1 .* 3 "),
+        (another, None, PlanError, r"another .*test_check_sharding\.py:\d+"),
+        (lost, None, AssertionError, r"lost .*test_check_sharding\.py:\d+"),
+        (fsdp, NoLoop, PlanError, r"NoLoop .*test_check_sharding\.py:\d+"),
+    ],
+    ids=["an error", "an end", "another model", "no sharded model", "no step"],
+)
+def test_what_is_wrong_with_a_function_is_said_with_its_place(
+    sharding: Any, loop: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        assert_same(build, sharding, loop=loop)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +167,20 @@ def test_an_error_of_one_rank_says_where() -> None:
     [
         (BUILD, "--step=mine:Loop"),
         (BUILD, f"{SHARDED}:ddp", "--backend=none"),
-        (BUILD, f"{SHARDED}:nowhere"),
+        (BUILD, SHARDED),
+        (BUILD, f"{SHARDED}:SHARDED"),
+        (BUILD, f"{SHARDED}:ddp", "--tpp=2"),
         (BUILD, f"{SHARDED}:ddp", "--junit=nowhere/x.xml"),
         (BUILD, f"{SHARDED}:ddp", "--device=cuda", "--dp_shard=64"),
     ],
-    ids=["no sharding", "of a plan", "no function", "no folder", "no GPU"],
+    ids=["no sharding", "of a plan", "no name", "no function", "no option", "no folder", "no GPU"],
 )
-def test_mistakes_are_refused_before_processes_start(arguments: tuple[str, ...]) -> None:
-    with pytest.raises((ConfigError, PlanError)):
-        main(arguments)
+def test_mistakes_are_refused_before_processes_start(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    old = tmp_path / "report.xml"  # of a check that passed
+    old.touch()
+    with pytest.raises(PlanError if "--device=cuda" in arguments else ConfigError):
+        main([f"--junit={old}", *arguments])
+    assert old.exists() == any("--junit" in each for each in arguments)
 
 
 @pytest.mark.sampled(4)

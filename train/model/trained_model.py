@@ -15,6 +15,7 @@ Any model may publish, beside what `parallel.shardable` names:
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.models.loss import IGNORE_INDEX, LogitsLoss
 from meshwright.parallel.compile.apply import compile_module
-from meshwright.parallel.errors import PlanError, one_line
+from meshwright.parallel.errors import PlanError, one_line, place_of
 from meshwright.parallel.fsdp import copy_shard
 from meshwright.parallel.model.attention_cores import position_argument
 from meshwright.parallel.model.constructor import construct, construct_on_meta, is_constant, no_parameters
@@ -39,6 +40,7 @@ from meshwright.parallel.model.forward import (
 )
 from meshwright.parallel.model.inputs import tokens_of, with_sizes
 from meshwright.parallel.model.materialize import allocate, allocate_on, is_constructed, materialize
+from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.config import ModelConfig, TrainingJob
@@ -402,26 +404,41 @@ def call_factory(config: ModelConfig, values: bool = False) -> OwnModel:
     """Call the factory. Without `values` parameters are on the meta device, where they take no memory.
 
     Raises ConfigError if no command has named it, as when a checkpoint does, and if there is no such
-    function, it refuses its arguments, or returns something else.
+    function, it raises anything, or returns something else.
     """
     named = f"model.factory={config.factory}"
     function = find("model.factory", config.factory)
-    if not callable(function):
-        raise ConfigError(f"{named} is {one_line(repr(function), 100)}, not a function")
-    try:
-        inspect.signature(function).bind(**config.args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{named}: {error}: set it with --model.args.KEY=VALUE") from error
     try:
         call = partial(function, **config.args)
         result = call() if values else construct_on_meta(call)[0]
-    except (ValueError, ImportError, OSError) as error:  # others are bugs: their traceback says where
-        raise ConfigError(one_line(f"{named}: {type(error).__name__}: {error}")) from error
+    except (Exception, SystemExit) as error:
+        given = one_line(", ".join(f"{key}={value!r}" for key, value in config.args.items()), 200)
+        raise ConfigError(
+            one_line(
+                f"{named}({given}): {type(error).__name__}: {error}{place_of(error)}: "
+                f"{_doubtful(function, config.args, error)}correct the function, or its arguments with "
+                "--model.args.KEY=VALUE"
+            )
+        ) from error
     parts = result if isinstance(result, tuple) else (result,)
     if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module) and _is_example(*parts[1:2])):
         raise ConfigError(f"{named} must return {RESULT}")
     module, example, loss = (*parts, None, None)[:3]
     return OwnModel(module, example_or_tokens(module, example), loss)
+
+
+def _doubtful(function: Callable[..., Any], args: Mapping[str, Any], error: BaseException) -> str:
+    """Return which arguments an error seems to be about: unknown ones, and text where none is expected."""
+    known: Mapping[str, inspect.Parameter] = {}
+    with suppress(TypeError, ValueError):  # of a builtin
+        known = inspect.signature(function).parameters
+    found = ""
+    for key, value in args.items():
+        if key not in known and f"'{key}'" in str(error):
+            found += f"there is no model.args.{key}.{nearest(key, known)} "
+        elif isinstance(value, str) and isinstance(error, TypeError) and "str" not in str(known.get(key)):
+            found += f"model.args.{key}={value!r} is text: "
+    return found
 
 
 def _is_example(value: object = None) -> bool:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from meshwright.parallel.check.compare import compare_recorded
 from meshwright.parallel.check.foreign import is_random
+from meshwright.parallel.check.recorded import RankRecord, Seen
 from meshwright.parallel.check.report import CheckReport
 from meshwright.parallel.check.subject import MOST_PARAMETERS, Subject
 from meshwright.parallel.errors import PlanError
@@ -41,6 +43,11 @@ def build() -> tuple[Net, tuple[Tensor]]:
 
 def shard(model: Net, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
+
+
+def undivided(model: Net, mesh: DeviceMesh) -> None:
+    shard(model, mesh)
+    model.set_gradient_divide_factor(1.0)
 
 
 def buffer_on_one_rank(model: Net, mesh: DeviceMesh) -> None:
@@ -100,11 +107,6 @@ class DecayOnOneProcess(Loop):
         super().__init__(model, mesh)
 
 
-class Nothing(Loop):
-    def step(self, batches: list[tuple[Tensor]]) -> None:
-        pass
-
-
 class Masters(Loop):
     """The optimizer steps with copies of the weights, and with three times the gradient."""
 
@@ -146,6 +148,7 @@ class Nested(Loop):
 
 CASES: dict[str, tuple[Callable[..., Any], type[Loop] | None, str]] = {
     "right": (shard, Loop, ""),
+    "gradients undivided, on gloo": (undivided, None, ""),
     "buffer of one rank": (buffer_on_one_rank, None, "after sharding: buffer scale"),
     "output gone": (output_gone, None, "evaluation: output 1: missing"),
     "evaluation of a loop": (wrong_evaluation, Loop, "evaluation: output 0"),
@@ -159,9 +162,8 @@ def subjects(folder: Path) -> Iterator[tuple[str, Subject]]:
     for name, (sharding, loop, _) in CASES.items():
         (folder / name).mkdir(exist_ok=True)
         yield name, Subject(build, sharding, MeshPlan(1, 2, 1), loop, folder / name)
-    for name, loop in (("nothing", Nothing), ("masters", Masters)):
-        (folder / name).mkdir(exist_ok=True)
-        yield name, Subject(build, shard, MeshPlan(1, 2, 1), loop, folder / name)
+    (folder / "masters").mkdir(exist_ok=True)
+    yield "masters", Subject(build, shard, MeshPlan(1, 2, 1), Masters, folder / "masters")
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +179,15 @@ def test_what_is_wrong_is_said_first(name: str, reports: dict[str, CheckReport])
 
 
 def test_what_could_not_be_compared_is_said(reports: dict[str, CheckReport]) -> None:
-    assert "no step changed any parameter" in reports["nothing"].hints
     assert any("no optimizer of torch" in each for each in reports["masters"].not_run)
+
+
+def test_steps_that_change_nothing_are_an_error_unless_all_is_frozen() -> None:
+    record = RankRecord({Seen("after step 1", "change", "weight"): torch.zeros(2)})
+    with pytest.raises(PlanError):
+        compare_recorded(MeshPlan(1, 2, 1), record, [record, record])
+    record.frozen = ("weight",)
+    assert compare_recorded(MeshPlan(1, 2, 1), record, [record, record]).same
 
 
 def test_random_numbers_of_training_are_noticed() -> None:

@@ -129,8 +129,10 @@ def test_what_a_checkpoint_names_is_not_even_imported(
 
 WRONG_FACTORIES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("nowhere_at_all:build", {}, ["No module named 'nowhere_at_all'"]),
-    ("tests.support.factories:mixr", {}, ["mixr"]),
-    (MIXER, {"widht": 3}, ["widht", "--model.args.KEY=VALUE"]),
+    ("tests.support.factories:mixr", {}, ["mixr", "mixer?"]),
+    (MIXER, {"widht": 3}, ["model.args.widht", "width?", "--model.args.KEY=VALUE"]),
+    (MIXER, {"width": "thirty"}, ["model.args.width='thirty'", "TypeError", "factories.py:"]),
+    (MIXER, {"width": -1}, ["(width=-1)", "RuntimeError", "factories.py:"]),
     ("tests.support.factories:nothing", {}, ["must return a model"]),
     (CAUSAL_LM, {"model_type": "qwen33"}, ["qwen33"]),
     (CAUSAL_LM, {"folder": "/nowhere"}, ["/nowhere"]),
