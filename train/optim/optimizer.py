@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.parallel.errors import place_of
 from meshwright.parallel.model.kinds import kinds_of
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.parallel.structure import convert_fields
@@ -172,7 +173,11 @@ def _of_one_kind(group: UpdateGroup, named: Mapping[str, Tensor], config: OptimC
 
 def _of_user(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return what a function of the user's makes of parameter groups."""
-    optimizer = find("optim.name", name)(groups)
+    function = find("optim.name", name)
+    try:
+        optimizer = function(groups)
+    except Exception as error:
+        raise ConfigError(f"optim.name={name}: {type(error).__name__}: {error}{place_of(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optim.name={name} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
