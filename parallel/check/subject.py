@@ -22,6 +22,7 @@ from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import AXES, MeshPlan
 
 MICRO_BATCHES = 2
+LR = 1e-2  # of the step between two comparisons: large enough that what it changes is seen
 MOST_PARAMETERS = 50_000_000
 
 
@@ -48,6 +49,7 @@ class Subject:
         folder: for what the loop saves
         device: "cpu" or "cuda"
         equal_rows: whether each micro batch of each rank has as many rows
+        optimizer: of a model and a mesh, None on one process; None: SGD
     """
 
     build: Callable[[], Any]
@@ -57,6 +59,7 @@ class Subject:
     folder: Path = Path()
     device: str = "cpu"
     equal_rows: bool = False
+    optimizer: Callable[[nn.Module, DeviceMesh | None], torch.optim.Optimizer] | None = None
 
     def start(self) -> tuple[nn.Module, Example]:
         """Return the model with moved values, and enough rows of the example."""
@@ -112,6 +115,11 @@ class Subject:
             hint = nearest("step", dir(loop))
             raise PlanError(f"check: what {where(self.loop)} makes has no step(batches): add it.{hint}")
         return loop
+
+    def new_optimizer(self, model: nn.Module, mesh: DeviceMesh | None) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer(model, mesh)
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
 
     def rows(self) -> list[list[int]]:
         """Return the number of rows of each micro batch of each data-parallel rank."""
