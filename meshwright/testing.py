@@ -11,8 +11,8 @@ from meshwright.parallel.plan.schema import MeshPlan
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
 
 def assert_same(

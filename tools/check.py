@@ -229,7 +229,10 @@ def read_config(options: argparse.Namespace, arguments: Sequence[str]) -> Config
     if unknown := [each for each in arguments if not each.startswith(known)]:
         raise ConfigError(f"unknown argument {unknown[0]}: see python -m tools.check -h")
     of_optimizer = [f"{OPTIM}name={options.optimizer}", f"{OPTIM}lr={LR}"] if options.optimizer else []
-    return parse_config([f"--model.factory={options.factory}", *of_optimizer, *arguments])
+    config = parse_config([f"--model.factory={options.factory}", *of_optimizer, *arguments])
+    if options.optimizer and ":" in config.optim.name:
+        find("optim.name", config.optim.name)  # whose errors are told here, and not by a process
+    return config
 
 
 if __name__ == "__main__":

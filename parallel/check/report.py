@@ -15,7 +15,8 @@ class Mismatch:
     """A tensor that the sharded model computes differently.
 
     Args:
-        run: eager, compiled or optimizer; of somebody else's sharding the moment at which the tensor differs first
+        run: eager, compiled or optimizer; of somebody else's sharding the moment at which the tensor differs
+            first
         name: an output, or the parameter whose gradient or update it is
         error: norm of the difference as a share of the norm
         scale: the factor by which the sharded tensor is too large, if it is otherwise right; else NaN

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
+from meshwright.parallel.check.updates import unfused
 from meshwright.parallel.check.values import moved, with_random_ids
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.forward import Example, example_or_tokens
@@ -118,7 +119,7 @@ class Subject:
 
     def new_optimizer(self, model: nn.Module, mesh: DeviceMesh | None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
-            return self.optimizer(model, mesh)
+            return unfused(self.optimizer(model, mesh))
         return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
 
     def rows(self) -> list[list[int]]:

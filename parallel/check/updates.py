@@ -3,7 +3,6 @@ computed from a rank's shard alone, where it needs the whole matrix, is no error
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,20 @@ Build = Callable[[ShardedModel], torch.optim.Optimizer]
 STEPS = 2  # the second one with other gradients, and with what the first one left in the state
 UPDATE_TOLERANCE = 1e-5  # of an update's size, for optimizers that add over a parameter: in another order
 # those of torch that compute each element from that element of the gradients alone; not of classes derived
-ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
+NAMES = (
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
+ELEMENTWISE = tuple(getattr(torch.optim, name) for name in NAMES)
+
+
+def unfused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of which torch's fused kernels are off: on a CPU they round the last elements of a
+    tensor, those that fill no vector, otherwise than the others, so a shard's otherwise than the whole's."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            group["fused"] = False
+    return optimizer
 
 
 def update_tolerances(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, float], str]:
@@ -35,11 +44,11 @@ def update_tolerances(model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
         default = 0.0 if type(part) in ELEMENTWISE else UPDATE_TOLERANCE
         tolerance = float(getattr(part, "update_tolerance", default))
         of |= {p: tolerance for group in part.param_groups for p in group["params"]}
-        rules.append(
-            f"{type(part).__name__}: {f'to {tolerance:g} of their size' if tolerance else 'bitwise'}"
-        )
+        off = ", not fused" if any(group.get("fused") is False for group in part.param_groups) else ""
+        how = f"to {tolerance:g} of their size" if tolerance else "bitwise"
+        rules.append(f"of {type(part).__name__}{off}: {how}")
     named = model.named_parameters(remove_duplicate=False)
-    return {name: of[p] for name, p in named if p in of}, f"updates are compared, {', '.join(rules)}"
+    return {name: of[p] for name, p in named if p in of}, f"updates {'; '.join(rules)}"
 
 
 def rounding_of(value: Tensor, tolerance: float) -> float:
@@ -69,7 +78,7 @@ def compare_steps(
     sharded.settle()
     alone = dataclasses.replace(sharded, model=twin, mesh=None)  # type: ignore[arg-type]
     before = {name: p.double() for name, p in twin.named_parameters()}
-    optimizers = [build(each) for each in (sharded, alone)]
+    optimizers = [unfused(build(each)) for each in (sharded, alone)]
     generator = torch.Generator().manual_seed(0)
     parameters = [dict(each.model.named_parameters()) for each in (sharded, alone)]
     for step in range(STEPS):
