@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.parallel.check.check import check
 from meshwright.parallel.check.foreign import check_sharding, clean
@@ -95,8 +96,9 @@ def of_function(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport
     if options.optimizer:
         if options.step:
             raise ConfigError("--optimizer with --step: the loop has an optimizer of its own: leave one out")
-        blocks = describe(made.module, made.example, **config.model.described).blocks
-        optimizer = partial(new_optimizer, config.optim, blocks)
+        by_kinds = options.optimizer != "adamw"
+        units = describe(made.module, made.example, **config.model.described) if by_kinds else None
+        optimizer = partial(new_optimizer, config.optim, units.blocks if units else ())
     subject = Subject(
         partial(find("model.factory", options.factory), **config.model.args),
         find("sharded", options.sharded),
@@ -145,16 +147,23 @@ def of_sharded_model(config: OptimConfig, sharded: ShardedModel) -> torch.optim.
 def new_optimizer(
     config: OptimConfig, blocks: Sequence[str], model: nn.Module, mesh: DeviceMesh | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model, which wrappers may have given other names. Raises ConfigError for Muon
-    without blocks, and on a mesh of other axes, where it does not know which rank has which part."""
+    """Return the optimizer of a model, which wrappers may have given other names, on the mesh over which it
+    is sharded, of the same ranks. Raises ConfigError for Muon without blocks, and with parameters on axes
+    that this mesh does not have, of which it does not know which rank has which part."""
     allow([config.name])
-    axes = set(mesh.mesh_dim_names or ()) if mesh else set()
-    for name, p in model.named_parameters() if config.name == "muon" else ():
-        if isinstance(p, DTensor) and (other := set(p.device_mesh.mesh_dim_names or ("",)) - axes):
-            raise ConfigError(
-                f"--optimizer=muon: {name} is sharded over {', '.join(other) or 'a mesh without names'}, and "
-                f"the mesh that the function gets has {', '.join(axes)}: shard over these"
-            )
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    sharded = {name: p.device_mesh for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    if mesh is not None and config.name == "muon":
+        mesh = next((each for each in sharded.values() if each.size() == mesh.size()), mesh)
+        for name, of_parameter in sharded.items():
+            other = set(of_parameter.mesh_dim_names or ("",)) - set(mesh.mesh_dim_names or ())
+            if other:
+                raise ConfigError(
+                    f"--optimizer=muon: {name} is sharded over {', '.join(other) or 'a mesh without names'}, "
+                    "and no parameter over a mesh of all ranks with this axis: shard over the one that the "
+                    "function gets"
+                )
     found = [name for name, _ in model.named_modules() if clean(name) in blocks]
     if config.name == "muon" and not found:
         raise ConfigError(
