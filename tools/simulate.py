@@ -39,7 +39,7 @@ from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.planning.predict import newton_schulz_dtype
+from meshwright.train.planning.predict import with_newton_schulz_dtype
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.training import Training, fill_training, shard_model
 
@@ -93,8 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
     """Simulate one optimizer step of `rank` of the job under `plan`."""
-    muon = dataclasses.replace(job.optim.muon, newton_schulz_dtype=newton_schulz_dtype(job, plan))
-    job = dataclasses.replace(job, optim=dataclasses.replace(job.optim, muon=muon))
+    job = with_newton_schulz_dtype(job, plan)
     sharded, training = list[ShardedModel](), list[Training]()
 
     def shard(plan: Plan, mesh: DeviceMesh) -> nn.Module:

@@ -311,9 +311,9 @@ class MemorySink(StepSink):
 
 
 def round_bytes(plan: Plan, work: ModelWorkload) -> list[float]:
-    """Return the bytes of what a rank holds at the peak of Muon's rounds (train/optim/muon.py), if all were as
-    large as the largest: its matrices, what is sent and received of the rounds before and after, and what it
-    needs for updates before they are sent, or for orthogonalising, or for results before they are sent."""
+    """Return the bytes of what a rank holds at the peak of Muon's rounds, if all were as large as the largest
+    (train/optim/muon.py): its matrices, what is sent and received of the rounds before and after, and what it
+    needs for updates before they are sent, for orthogonalising, or for results before they are sent."""
     ranks, replicas = plan.mesh.world_size, plan.mesh.dp_replicate
     rounds = muon_rounds(work.muon.blocks, ranks)
     if not rounds:
@@ -327,7 +327,7 @@ def round_bytes(plan: Plan, work: ModelWorkload) -> list[float]:
     moments = (
         [owned, others * results, given, updates + parts],
         [owned, others * results, others * given, 3 * owned + 2 * square],
-        [owned, results, others * given, owned + owned * replicas],
+        [owned, results, others * given, owned + owned * replicas, others * parts * replicas],
     )
     return max(moments, key=sum)
 

@@ -187,18 +187,19 @@ def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
         ) from error
     moment_bytes, muon = DTYPE_BYTES[job.optim.state_dtype], MuonWorkload()
     if job.optim.name == "muon":
-        muon = dataclasses.replace(
-            _of_muon(job.model, job.optim, frozen), dtype=newton_schulz_dtype(job, plan)
-        )
+        muon = _of_muon(job.model, with_newton_schulz_dtype(job, plan).optim, frozen)
     return dataclasses.replace(work, trained=trained, moment_bytes=moment_bytes, muon=muon, saves=job.saves)
 
 
-def newton_schulz_dtype(job: TrainingJob, plan: Plan) -> str:
-    """Return the dtype in which Muon orthogonalises: auto depends on the device, which the plan's attention
-    kernel tells, and otherwise the dtype of its units."""
-    if (dtype := job.optim.muon.newton_schulz_dtype) != "auto":
-        return dtype
-    return plan.units[0].param_dtype if plan.attention in ("", "cpu", "math") else "bfloat16"
+def with_newton_schulz_dtype(job: TrainingJob, plan: Plan) -> TrainingJob:
+    """Return the job with the dtype that optim.muon.newton_schulz_dtype=auto is on the devices of a plan: the
+    kernel of attention tells which these are, and otherwise the dtype of the units."""
+    muon = job.optim.muon
+    if muon.newton_schulz_dtype != "auto":
+        return job
+    dtype = plan.units[0].param_dtype if plan.attention in ("", "cpu", "math") else "bfloat16"
+    optim = dataclasses.replace(job.optim, muon=dataclasses.replace(muon, newton_schulz_dtype=dtype))
+    return dataclasses.replace(job, optim=optim)
 
 
 @cache
@@ -219,7 +220,7 @@ def _of_muon(model: ModelConfig, optim: OptimConfig, frozen: frozenset[str]) -> 
         for name, of in parameters_by_module(module, units.modules).items()
         if ours & (own := {*of.values()})
     }
-    return MuonWorkload(shares, tuple(map(tuple, blocks.values())))
+    return MuonWorkload(shares, tuple(map(tuple, blocks.values())), optim.muon.newton_schulz_dtype)
 
 
 @cache

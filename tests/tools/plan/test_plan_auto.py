@@ -38,6 +38,8 @@ FIGURES = {
     "compute_s",
     "exposed_comm_s",
     "host_bound_s",
+    "optimizer_s",
+    "optimizer_share",
     "exposed_share",
     "exposed_by_lane_s",
     "tokens_per_s_per_gpu",
