@@ -6,7 +6,6 @@ time. parallel/activation_offload.py does the copies; memory_model.py has their 
 step_time.py their effect on a step.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -156,9 +155,8 @@ class Group:
 
 
 def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
-    """Return the group of each axis of collectives, that of the ranks of a replica, and that of all, "world";
-    that of dp_shard includes cp. tp is the innermost axis of the rank numbers, which fill the nodes in order.
-    """
+    """Return the group of each axis of collectives, of a replica, and of all ranks, "world"; that of dp_shard
+    includes cp. tp is the innermost axis of the rank numbers, which fill the nodes in order."""
     gpus = min(gpus_per_node, mesh.world_size)
     groups = {
         "tp": (mesh.tp, 1),
@@ -439,21 +437,16 @@ def muon_rounds(blocks: tuple[tuple[tuple[int, int], ...], ...], ranks: int) -> 
     """Return the rounds in which Muon orthogonalises the matrices of blocks."""
     rounds = []
     for matrices in make_rounds(blocks, lambda matrix: newton_schulz_flops(*matrix), ranks):
-        costs = list(starmap(newton_schulz_flops, matrices))
-        owners = share_out(costs, ranks)
-        loads = Counter[int]()
-        for owner, cost in zip(owners, costs, strict=True):
-            loads[owner] += cost  # type: ignore[assignment]
-        busiest = max(loads, key=loads.__getitem__)
-        owned = (matrix for owner, matrix in zip(owners, matrices, strict=True) if owner == busiest)
+        owners = share_out([*starmap(newton_schulz_flops, matrices)], ranks)
+        by_owner = [[m for m, o in zip(matrices, owners, strict=True) if o == owner] for owner in {*owners}]
+        owned = max(by_owner, key=lambda each: sum(starmap(newton_schulz_flops, each)))
         rounds.append(MuonRound(tuple(owned), sum(map(prod, matrices))))
     return tuple(rounds)
 
 
 def newton_schulz(matrix: tuple[int, int], dtype: str) -> Operation:
-    """Return the orthogonalisation of a matrix as one operation. The matrix is unpacked, stacked, measured,
-    scaled and packed; in an iteration three products move it three times, and their square results four
-    times."""
+    """Return the orthogonalisation of a matrix. It is unpacked, stacked, measured, scaled and packed; in an
+    iteration three products move it three times, and their square results four times."""
     short, long = sorted(matrix)
     moved = 9 * short * long + ITERATIONS * (3 * short * long + 4 * short**2)
     flops = Linear(newton_schulz_flops(*matrix))
@@ -461,12 +454,9 @@ def newton_schulz(matrix: tuple[int, int], dtype: str) -> Operation:
 
 
 def muon_bytes(stored_bytes: int, sent_bytes: int) -> int:
-    """Return the bytes that Muon moves per parameter, besides those of orthogonalising (train/optim/muon.py).
-
-    Operators read and write as stored: the gradient for the norm 1, divided 2, kept in a skipped step 3; the
-    momentum 3; the weights decayed 2; Nesterov's update 3; the result scaled 2 and subtracted 3. Both
-    conversions, and the packing 2, move values as they are sent too.
-    """
+    """Return the bytes that Muon moves per parameter, besides those of orthogonalising. As stored: gradient for
+    the norm 1, divided 2, kept in a skipped step 3; momentum 3; weights decayed 2; Nesterov's update 3; result
+    scaled 2, and subtracted 3. As sent: packing 2; and two conversions."""
     return 19 * stored_bytes + 2 * (stored_bytes + sent_bytes) + 2 * sent_bytes
 
 

@@ -40,8 +40,7 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkl
 # cuBLAS's workspace on Hopper, one for each thread that multiplies (aten/src/ATen/cuda/CUDABlas.cpp)
 WORKSPACE_BYTES = 32 * 2**20
 EDGE = 2  # blocks at each end of a row whose tensors are held one by one
-# groups of tensors; those of a unit are (name, state)
-REDUCTION, COPIED_OUT, ROUND = "reduction", "copied out", "round"
+REDUCTION, COPIED_OUT = "reduction", "copied out"  # groups of tensors; those of a unit are (name, state)
 GATHERED = ("gathered", "kept")
 AFTER_BACKWARD = ("saved", *GATHERED, "whole gradients", "sharded gradients", "summed over replicas")
 
@@ -62,7 +61,8 @@ def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
     for micro_batch in kinds:
         walk.forward(micro_batch)
         walk.backward(micro_batch)
-    sink.optimize(plan)
+    sink.ledger.hold("compute", "rounds", *round_bytes(plan, work), kind="buffers")
+    sink.note()  # the optimizer's moment
     most = {kind: max(map(attrgetter(kind), sink.moments)) for kind in MemoryBreakdown.__annotations__}
     return PredictedMemory(
         MemoryBreakdown(**most), max(sink.moments, key=attrgetter("total")), sink.ledger.reserved_bytes()
@@ -276,12 +276,6 @@ class MemorySink(StepSink):
             self.ledger.drop(REDUCTION, *((name, "summed over replicas") for name in self._names))
             self.ledger.drop(*((unit.name, "buffer") for unit in self.plan.units))
 
-    def optimize(self, plan: Plan) -> None:
-        """Note the optimizer's moment, with what Muon needs for its largest rounds."""
-        self.ledger.hold("compute", ROUND, *round_bytes(plan, self._work), kind="buffers")
-        self.note()
-        self.ledger.drop(ROUND)
-
     def note(self, name: str = "", live: Linear | None = None, buffers: int = 0) -> None:
         """Note the memory now.
 
@@ -477,7 +471,7 @@ def host_memory(plan: Plan, work: ModelWorkload) -> HostMemory:
     if not (plan.cpu_offload or work.saves):
         return HostMemory(int(sent))
     shards = [
-        (work.count(name), values, work.trained.get(name, 1.0), work.moments(name))
+        (work.count(name), values, trained := work.trained.get(name, 1.0), trained * work.moments(name))
         for name in plan.modules
         for values in shard_values(work.modules[name], plan.mesh.shards)
     ]
@@ -485,11 +479,9 @@ def host_memory(plan: Plan, work: ModelWorkload) -> HostMemory:
     parameters = sum(count * round_up(stored * values) for count, values, *_ in shards)
     if plan.cpu_offload:  # moments are not pinned
         gradients_and_moments = sum(
-            count * trained * (round_up(stored * values) + moments * moment * values)
-            for count, values, trained, moments in shards
+            count * (trained * round_up(stored * values) + held * moment * values)
+            for count, values, trained, held in shards
         )
         return HostMemory(int(sent), state=int(parameters + gradients_and_moments))
-    state = sum(
-        count * trained * moments * round_up(moment * values) for count, values, trained, moments in shards
-    )
-    return HostMemory(int(sent), copies=int((parameters + state) / plan.mesh.dp_replicate))
+    copied = parameters + sum(count * held * round_up(moment * values) for count, values, _, held in shards)
+    return HostMemory(int(sent), copies=int(copied / plan.mesh.dp_replicate))
