@@ -454,9 +454,9 @@ def newton_schulz(matrix: tuple[int, int], dtype: str) -> Operation:
 
 
 def muon_bytes(stored_bytes: int, sent_bytes: int) -> int:
-    """Return the bytes that Muon moves per parameter, besides those of orthogonalising. As stored: gradient for
-    the norm 1, divided 2, kept in a skipped step 3; momentum 3; weights decayed 2; Nesterov's update 3; result
-    scaled 2, and subtracted 3. As sent: packing 2; and two conversions."""
+    """Return the bytes that Muon moves per parameter, besides those of orthogonalising. As stored: gradient
+    for the norm 1, divided 2, kept in a skipped step 3; the momentum 3; weights decayed 2; Nesterov's update
+    3; its result scaled 2, and subtracted 3. As sent: packing 2; and two conversions."""
     return 19 * stored_bytes + 2 * (stored_bytes + sent_bytes) + 2 * sent_bytes
 
 
