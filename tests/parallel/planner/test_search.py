@@ -434,6 +434,10 @@ def test_reasons_give_figures_that_are_true() -> None:
     counts = rf"{tried} plans tried: {too_large} too large .*{slower} slower"
     assert re.match(counts, lines[0])
     assert f"{choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB" in lines[0]
+    assert not any(line.startswith("muon: ") for line in lines)
+    times = dataclasses.replace(times_of(choice.best.plan, cluster), exchange_s=0.0021)
+    (muon,) = [line for line in give_reasons(choice, cluster, times) if line.startswith("muon: ")]
+    assert f"2.1 ms of {1e3 * choice.best.timeline.optimizer_s:.1f} ms" in muon
     checkpointing = next(line for line in lines if line.startswith("activation_checkpoint="))
     needs = re.findall(r"(none|selective|full) does not fit [^;]*?([\d.]+) GiB of 60\.0 GiB", checkpointing)
     assert needs, checkpointing
