@@ -10,7 +10,6 @@ from meshwright.parallel.compile.apply import cache_folder
 from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import PredictedMemory
-from meshwright.parallel.model.kinds import kinds_of
 from meshwright.parallel.plan.make import RunShape, count_blocks, make_plan
 from meshwright.parallel.plan.schema import Plan, innermost
 from meshwright.parallel.planner.bounds import of_one_sequence
@@ -32,12 +31,11 @@ from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, Muo
 from meshwright.train.config import ModelConfig, OptimConfig, TrainingJob
 from meshwright.train.errors import NoPredictionError
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.optim.groups import make_groups
 from meshwright.train.planning.captures import TraceCase
 from meshwright.train.planning.correction import Correction
 from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
 from meshwright.train.planning.trace_model import cases_of, model_workload
-from meshwright.train.training import frozen_parameters, training_flops
+from meshwright.train.training import frozen_parameters, groups_of, training_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +185,7 @@ def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
         ) from error
     moment_bytes, muon = DTYPE_BYTES[job.optim.state_dtype], MuonWorkload()
     if job.optim.name == "muon":
-        muon = _of_muon(job.model, with_newton_schulz_dtype(job, plan).optim, frozen)
+        muon = _of_muon(job.model, with_newton_schulz_dtype(job, plan).optim, job.freeze)
     return dataclasses.replace(work, trained=trained, moment_bytes=moment_bytes, muon=muon, saves=job.saves)
 
 
@@ -203,20 +201,19 @@ def with_newton_schulz_dtype(job: TrainingJob, plan: Plan) -> TrainingJob:
 
 
 @cache
-def _of_muon(model: ModelConfig, optim: OptimConfig, frozen: frozenset[str]) -> MuonWorkload:
+def _of_muon(model: ModelConfig, optim: OptimConfig, freeze: tuple[str, ...]) -> MuonWorkload:
     """Return what Muon updates of the trained parameters. Raises ConfigError as `make_groups`."""
     module, units = model_of(model).module, model_of(model).units
-    trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in frozen}
-    found = kinds_of(module, units.blocks, optim.muon.per_head)
-    groups = make_groups({name: found[name] for name in trained}, optim)
+    groups, named = groups_of(model, optim, freeze), dict(module.named_parameters())
     kinds = {name: kind for group in groups if group.by == "muon" for name, kind in group.kinds.items()}
     blocks = dict[str | None, list[tuple[int, int]]]()
-    for name in filter(kinds.__contains__, trained):
+    for name in filter(kinds.__contains__, named):
         shapes = [(sizes[-2], sizes[-1]) for _, sizes in kinds[name].matrices]
         blocks.setdefault(innermost(name, units.blocks), []).extend(shapes)
-    ours, theirs = {trained[name] for name in kinds}, {*trained.values()}
+    ours = {named[name] for name in kinds}
+    trained = {named[name] for group in groups for name in group.kinds}
     shares = {
-        name: sum(p.numel() for p in ours & own) / sum(p.numel() for p in theirs & own)
+        name: sum(p.numel() for p in ours & own) / sum(p.numel() for p in trained & own)
         for name, of in parameters_by_module(module, units.modules).items()
         if ours & (own := {*of.values()})
     }
