@@ -45,7 +45,9 @@ def compare(arguments: Sequence[str], repeats: int) -> dict[str, dict[str, float
     named = dict(model.named_parameters())
     for p in named.values():
         p.grad = torch.randn_like(p)
-    matrices = [name for group in groups_of(config.job) if group.by == "muon" for name in group.kinds]
+    matrices = [
+        name for group in groups_of(config.model, config.optim) if group.by == "muon" for name in group.kinds
+    ]
     adamw = build_optimizer(model, parse_config([*FIXED, *arguments, "--optim.name=adamw"]).optim)
     torchs = torch.optim.Muon([named[name] for name in matrices], lr=1e-3)
 

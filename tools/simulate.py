@@ -38,6 +38,7 @@ from meshwright.train.data.sequences import Batch
 from meshwright.train.data.training_data import make_batch_shape
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import model_of
+from meshwright.train.planning.predict import with_newton_schulz_dtype
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.training import Training, describe_plan, fill_training, shard_model
 
@@ -91,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulate_run(job: TrainingJob, plan: Plan, rank: int = 0) -> Simulation:
     """Simulate one optimizer step of `rank` of the job under `plan`."""
+    job = with_newton_schulz_dtype(job, plan)
     sharded, training = list[ShardedModel](), list[Training]()
 
     def shard(plan: Plan, mesh: DeviceMesh) -> nn.Module:

@@ -5,7 +5,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import Plan
 from meshwright.parallel.plan.serialize import plan_to_table
 from meshwright.parallel.sharded_model import ShardedModel
-from meshwright.train.config import Config, TrainingJob
+from meshwright.train.config import Config, ModelConfig, OptimConfig, TrainingJob
 from meshwright.train.data.sequences import Batch
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import LossOf, model_of
@@ -126,18 +126,19 @@ def describe_frozen(job: TrainingJob) -> str:
     return f", {share:.1%} of them frozen ({len(frozen)} of {count} tensors)" if frozen else ""
 
 
-def groups_of(job: TrainingJob) -> list[UpdateGroup]:
-    """Return which parameters of the model are updated how. Raises ConfigError, as make_groups."""
-    model = model_of(job.model)
-    frozen = frozen_parameters(model.module, job.freeze) if job.freeze else ()
-    kinds = kinds_of(model.module, model.units.blocks, job.optim.muon.per_head)
-    trained = (name for name, p in model.module.named_parameters() if p not in frozen)
-    return make_groups({name: kinds[name] for name in trained}, job.optim)
+@cache
+def groups_of(config: ModelConfig, optim: OptimConfig, freeze: tuple[str, ...] = ()) -> list[UpdateGroup]:
+    """Return which parameters of a model are updated how. Raises ConfigError, as make_groups."""
+    model = model_of(config)
+    frozen = frozen_parameters(model.module, freeze) if freeze else ()
+    kinds = kinds_of(model.module, model.units.blocks, optim.muon.per_head)
+    trained = (n for n, p in model.module.named_parameters() if p.requires_grad and p not in frozen)
+    return make_groups({name: kinds[name] for name in trained}, optim)
 
 
 def describe_plan(job: TrainingJob, plan: Plan) -> str:
     """Return the tables of what is sharded and computed how, and of what is updated how."""
-    return f"{plan_to_table(plan)}\n{describe_groups(groups_of(job), job.optim)}"
+    return f"{plan_to_table(plan)}\n{describe_groups(groups_of(job.model, job.optim, job.freeze), job.optim)}"
 
 
 def training_flops(job: TrainingJob) -> tuple[float, float]:

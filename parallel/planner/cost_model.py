@@ -8,10 +8,12 @@ step_time.py their effect on a step.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from math import gcd
+from functools import cache
+from itertools import pairwise, starmap
+from math import gcd, prod
 from typing import TypeVar
 
+from meshwright.parallel.model.owners import ITERATIONS, make_rounds, newton_schulz_flops, share_out
 from meshwright.parallel.plan.schema import (
     MeshPlan,
     Plan,
@@ -22,7 +24,7 @@ from meshwright.parallel.plan.schema import (
 )
 from meshwright.parallel.planner.hardware import ALL_TO_ALL, Hardware, HostCosts, seconds_at, share_at
 from meshwright.parallel.planner.timeline import AXIS_OF_LANE
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, ModuleWorkload, Operation
+from meshwright.parallel.planner.workload import DTYPE_BYTES, Linear, ModelWorkload, ModuleWorkload, Operation
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class StepTimes:
     Args:
         units, modules: by name
         optimizer_s: gradient norm and update
+        exchange_s: exchanges of Muon that its computing does not hide
         overlaps: as in `Hardware`
         slowdown: share of its speed that compute loses during a collective, by lane
         offload_s: of one copy to or from host memory, by block, from `copy_times`
@@ -117,6 +120,7 @@ class StepTimes:
     offload_s: Mapping[str, float] = field(default_factory=dict)
     hook_s: float = 0.0
     scalars_s: float = 0.0
+    exchange_s: float = 0.0
 
     def has_backward(self, modules: Iterable[str]) -> bool:
         """Return whether any of these modules has a backward."""
@@ -151,14 +155,15 @@ class Group:
 
 
 def axis_groups(mesh: MeshPlan, gpus_per_node: int) -> dict[str, Group]:
-    """Return the group of each axis of collectives, and that of all ranks, "world"; that of dp_shard includes
-    cp. tp is the innermost axis of the rank numbers, which fill the nodes in order."""
+    """Return the group of each axis of collectives, of a replica, and of all ranks, "world"; that of dp_shard
+    includes cp. tp is the innermost axis of the rank numbers, which fill the nodes in order."""
     gpus = min(gpus_per_node, mesh.world_size)
     groups = {
         "tp": (mesh.tp, 1),
         "cp": (mesh.cp, mesh.tp),
         "dp_shard": (mesh.shards, mesh.tp),
         "dp_replicate": (mesh.dp_replicate, mesh.tp * mesh.shards),
+        "replica": (mesh.tp * mesh.shards, 1),
         "world": (mesh.world_size, 1),
     }
     return {
@@ -261,10 +266,12 @@ def step_times(plan: Plan, work: ModelWorkload, hardware: Hardware, gpus_per_nod
         kind: _unit_times(unit, plan, work, device, groups, gpus_per_node)
         for kind, unit in {kinds[unit.name]: unit for unit in plan.units}.items()
     }
+    muon_s, exchange_s = muon_times(plan, work, device, groups)
     return StepTimes(
         units={name: units[kind] for name, kind in kinds.items()},
         modules=modules,
-        optimizer_s=optimizer_s(plan, work, device) * hardware.slower,
+        optimizer_s=(optimizer_s(plan, work, device) + muon_s) * hardware.slower,
+        exchange_s=exchange_s * hardware.slower,
         overlaps=hardware.overlaps,
         slowdown={
             lane: hardware.network_slowdown if groups[axis].nodes > 1 else hardware.slowdown
@@ -386,11 +393,11 @@ def optimizer_s(
     hardware: Hardware,
     instructions: Mapping[tuple[int, int], float] = ADAMW_INSTRUCTIONS,
 ) -> float:
-    """Return the seconds of the optimizer step: its traffic, and on a GPU the time to issue the instructions
-    of the update. A GPU issues one for each of its float32 lanes a clock, of which the peak counts two
-    operations."""
+    """Return the seconds of AdamW's step, without what Muon updates: its traffic, and on a GPU the time to
+    issue the instructions of the update. A GPU issues one for each of its float32 lanes a clock, of which the
+    peak counts two operations."""
     trained = sum(trained_parameters(unit.modules, work) * work.count(unit.name) for unit in plan.units)
-    trained /= plan.mesh.shards
+    trained = (trained - muon_parameters(plan, work)) / plan.mesh.shards
     kinds = DTYPE_BYTES[plan.storage_dtype], work.moment_bytes
     issued = 0.0 if hardware.cores else instructions.get(kinds, 0.0)
     issuing_s = issued / (hardware.peak_tflops["float32"] * 1e12 / 2)
@@ -410,6 +417,86 @@ def optimizer_bytes(stored_bytes: int, moment_bytes: int) -> int:
     """
     clipped = stored_bytes if stored_bytes == moment_bytes == 4 else 0
     return stored_bytes + 3 * stored_bytes + 4 * moment_bytes + clipped
+
+
+@dataclass(frozen=True)
+class MuonRound:
+    """One of Muon's rounds: (rows, columns) of the matrices that the rank with the most to do owns, and the
+    number of values of all ranks' matrices."""
+
+    owned: tuple[tuple[int, int], ...]
+    values: int
+
+    @property
+    def owned_values(self) -> int:
+        return sum(map(prod, self.owned))
+
+
+@cache
+def muon_rounds(blocks: tuple[tuple[tuple[int, int], ...], ...], ranks: int) -> tuple[MuonRound, ...]:
+    """Return the rounds in which Muon orthogonalises the matrices of blocks."""
+    rounds = []
+    for matrices in make_rounds(blocks, lambda matrix: newton_schulz_flops(*matrix), ranks):
+        owners = share_out([*starmap(newton_schulz_flops, matrices)], ranks)
+        by_owner = [[m for m, o in zip(matrices, owners, strict=True) if o == owner] for owner in {*owners}]
+        owned = max(by_owner, key=lambda each: sum(starmap(newton_schulz_flops, each)))
+        rounds.append(MuonRound(tuple(owned), sum(map(prod, matrices))))
+    return tuple(rounds)
+
+
+def newton_schulz(matrix: tuple[int, int], dtype: str) -> Operation:
+    """Return the orthogonalisation of a matrix. It is unpacked, stacked, measured, scaled and packed; in an
+    iteration three products move it three times, and their square results four times."""
+    short, long = sorted(matrix)
+    moved = 9 * short * long + ITERATIONS * (3 * short * long + 4 * short**2)
+    flops = Linear(newton_schulz_flops(*matrix))
+    return Operation("matmul", "newton_schulz", flops, Linear(moved * DTYPE_BYTES[dtype]), dtype)
+
+
+def muon_bytes(stored_bytes: int, sent_bytes: int) -> int:
+    """Return the bytes that Muon moves per parameter, besides those of orthogonalising. As stored: gradient
+    for the norm 1, divided 2, kept in a skipped step 3; the momentum 3; weights decayed 2; Nesterov's update
+    3; its result scaled 2, and subtracted 3. As sent: packing 2; and two conversions."""
+    return 19 * stored_bytes + 2 * (stored_bytes + sent_bytes) + 2 * sent_bytes
+
+
+def muon_times(
+    plan: Plan, work: ModelWorkload, hardware: Hardware, groups: Mapping[str, Group]
+) -> tuple[float, float]:
+    """Return the seconds that Muon computes on the rank with the most to do, and those that it waits.
+
+    A round's parts go to the owners of its matrices, from their own replicas, and the results to all ranks.
+    While a round is orthogonalised, the next one's parts and the last one's results are sent, one after the
+    other (train/optim/muon.py). The host, which launches more for Muon than for AdamW, is not counted.
+    """
+    muon, rounds = work.muon, muon_rounds(work.muon.blocks, plan.mesh.world_size)
+    if not rounds:
+        return 0.0, 0.0
+    sent_bytes, replicas = DTYPE_BYTES[muon.dtype], plan.mesh.dp_replicate
+    moved = muon_bytes(DTYPE_BYTES[plan.storage_dtype], sent_bytes) * muon_parameters(plan, work)
+    passes_s = traffic_s(moved / plan.mesh.shards, hardware, hardware.optimizer_efficiency)
+    orthogonalising_s = [
+        sum(operation_s(newton_schulz(matrix, muon.dtype), 1, hardware) for matrix in each.owned)
+        for each in rounds
+    ]
+    owned = [each.owned_values * sent_bytes for each in rounds]
+    to_owners_s = [collective_s(ALL_TO_ALL, size, groups["replica"], hardware) for size in owned]
+    to_all_s = [collective_s(ALL_TO_ALL, size * replicas, groups["world"], hardware) for size in owned]
+    beside_s = map(sum, zip([*to_owners_s[1:], 0.0], [0.0, *to_all_s[:-1]], strict=True))
+    waited_s = to_owners_s[0] + to_all_s[-1]
+    for busy_s, sending_s in zip(orthogonalising_s, beside_s, strict=True):
+        waited_s += max(0.0, sending_s - busy_s * hardware.overlaps)
+    return passes_s + sum(orthogonalising_s), waited_s
+
+
+def muon_parameters(plan: Plan, work: ModelWorkload) -> float:
+    """Return the number of parameters that Muon updates on one tp rank."""
+    shares = work.muon.shares
+    return sum(
+        trained_parameters((name,), work) * shares.get(name, 0.0) * work.count(unit.name)
+        for unit in (plan.units if shares else ())
+        for name in unit.modules
+    )
 
 
 def trained_parameters(modules: Iterable[str], work: ModelWorkload) -> float:

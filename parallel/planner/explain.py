@@ -65,6 +65,12 @@ def _communication(best: Candidate, times: StepTimes) -> Iterator[str]:
                 f"{axis}={degree}: its collectives take {_ms(sent_s)} of the {_ms(in_total_s)} of "
                 f"{unit.name}, all exposed"
             )
+    if times.exchange_s:
+        optimizer = best.timeline.optimizer_s / best.timeline.step_s
+        yield (
+            f"muon: {optimizer:.1%} of the step is the optimizer; its exchanges are exposed for "
+            f"{_ms(times.exchange_s)} of {_ms(best.timeline.optimizer_s)}"
+        )
     waited_s = best.timeline.exposed_by_lane.get(OFFLOAD, 0.0)
     if mesh.world_size > 1:
         exposed = (best.timeline.exposed_s - waited_s) / best.timeline.step_s

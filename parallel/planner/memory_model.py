@@ -30,7 +30,7 @@ from meshwright.parallel.plan.schema import (
     regathered,
     sums_whole_gradients,
 )
-from meshwright.parallel.planner.cost_model import gathered_bytes, sent_blocks
+from meshwright.parallel.planner.cost_model import gathered_bytes, muon_rounds, sent_blocks
 from meshwright.parallel.planner.hardware import HostMemory
 from meshwright.parallel.planner.ledger import KEPT, PASSING, Ledger, ModuleTensors
 from meshwright.parallel.planner.progress import clock
@@ -47,7 +47,7 @@ AFTER_BACKWARD = ("saved", *GATHERED, "whole gradients", "sharded gradients", "s
 
 @clock.phase("memory")
 def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
-    """Return a step's memory under AdamW: parameters and gradients in the plan's storage_dtype and two
+    """Return a step's memory: parameters and gradients in the plan's storage_dtype and the optimizer's
     moments, all with the same sharding. Host memory of `cpu_offload` is not included.
 
     The walk is through the last micro batch, when all gradients exist; if whole gradients or gathered
@@ -61,6 +61,7 @@ def predict_step_memory(plan: Plan, work: ModelWorkload) -> PredictedMemory:
     for micro_batch in kinds:
         walk.forward(micro_batch)
         walk.backward(micro_batch)
+    sink.ledger.hold("compute", "rounds", *round_bytes(plan, work), kind="buffers")
     sink.note()  # the optimizer's moment
     most = {kind: max(map(attrgetter(kind), sink.moments)) for kind in MemoryBreakdown.__annotations__}
     return PredictedMemory(
@@ -96,13 +97,13 @@ class MemorySink(StepSink):
 
     def _hold_state(self, plan: Plan, begun: bool) -> None:
         """Hold the tensors that exist before the first forward of the walk."""
-        ledger, trained = self.ledger, sum(map(self._bytes.trained_values, plan.modules))
+        ledger = self.ledger
         parameters = sum(map(self._bytes.values, plan.modules)) * self._bytes.stored
         ledger.hold("compute", KEPT, self._work.tables, kind="buffers")
         if plan.cpu_offload:
             return
         ledger.hold("compute", KEPT, parameters, kind="params")
-        ledger.hold("compute", KEPT, 2 * trained * self._work.moment_bytes, kind="optimizer")
+        ledger.hold("compute", KEPT, sum(map(self._bytes.moments, plan.modules)), kind="optimizer")
         for unit in reversed(self.plan.units if begun else ()):
             size = self._bytes.accumulated(unit)
             ledger.hold("reduce_scatter", (unit.name, "sharded gradients"), size, kind="grads")
@@ -303,6 +304,28 @@ class MemorySink(StepSink):
         return DTYPE_BYTES[unit.param_dtype] != self._bytes.stored
 
 
+def round_bytes(plan: Plan, work: ModelWorkload) -> list[float]:
+    """Return the bytes of what a rank holds at the peak of Muon's rounds, if all were as large as the largest
+    (train/optim/muon.py): its matrices, what is sent and received of the rounds before and after, and what it
+    needs for updates before they are sent, for orthogonalising, or for results before they are sent."""
+    ranks, replicas = plan.mesh.world_size, plan.mesh.dp_replicate
+    rounds = muon_rounds(work.muon.blocks, ranks)
+    if not rounds:
+        return []
+    size, others = DTYPE_BYTES[work.muon.dtype], len(rounds) > 1
+    owned = max(each.owned_values for each in rounds) * size
+    parts = max(each.values for each in rounds) * size / ranks  # that a rank gives to owners
+    square = max(min(matrix) ** 2 for each in rounds for matrix in each.owned) * size
+    given, results = parts + owned * (ranks > 1), (owned + parts * (ranks > 1)) * replicas
+    updates = parts * replicas / size * DTYPE_BYTES[plan.storage_dtype]
+    moments = (
+        [owned, others * results, given, updates + parts],
+        [owned, others * results, others * given, 3 * owned + 2 * square],
+        [owned, results, others * given, owned + owned * replicas, others * parts * replicas],
+    )
+    return max(moments, key=sum)
+
+
 def shard_values(module: ModuleWorkload, shards: int) -> list[int]:
     """Return the number of values of each of a module's weights on one rank: its rows, padded."""
     weights = module.weights or ((module.parameters, 1),)
@@ -327,6 +350,10 @@ class UnitBytes:
     def trained_values(self, name: str) -> int:
         """Return the number of a module's gradient values on one rank."""
         return round(self.values(name) * self._work.trained.get(name, 1.0))
+
+    def moments(self, name: str) -> float:
+        """Return the bytes of a module's moments on one rank."""
+        return self.trained_values(name) * self._work.moments(name) * self._work.moment_bytes
 
     def trained_parameters(self, name: str) -> int:
         """Return the number of a module's trained parameters before they are sharded."""
@@ -392,7 +419,7 @@ def least_step_memory(plan: Plan, work: ModelWorkload) -> LeastMemory:
     for unit in plan.units:
         count, modules, whole = work.count(unit.name), unit.modules, 0
         trained = sum(map(sizes.trained_values, modules))
-        state += count * (sum(map(sizes.values, modules)) * sizes.stored + 2 * trained * work.moment_bytes)
+        state += count * (sum(map(sizes.values, modules)) * sizes.stored + sum(map(sizes.moments, modules)))
         gradients += count * trained * sizes.stored
         if begun and sums_whole_gradients(unit, plan):
             whole = sum(map(sizes.trained_parameters, modules)) * DTYPE_BYTES[reduced_in(unit, plan)]
@@ -444,17 +471,17 @@ def host_memory(plan: Plan, work: ModelWorkload) -> HostMemory:
     if not (plan.cpu_offload or work.saves):
         return HostMemory(int(sent))
     shards = [
-        (work.count(name), values, work.trained.get(name, 1.0))
+        (work.count(name), values, trained := work.trained.get(name, 1.0), trained * work.moments(name))
         for name in plan.modules
         for values in shard_values(work.modules[name], plan.mesh.shards)
     ]
     stored, moment = DTYPE_BYTES[plan.storage_dtype], work.moment_bytes
-    parameters = sum(count * round_up(stored * values) for count, values, _ in shards)
+    parameters = sum(count * round_up(stored * values) for count, values, *_ in shards)
     if plan.cpu_offload:  # moments are not pinned
         gradients_and_moments = sum(
-            count * trained * (round_up(stored * values) + 2 * moment * values)
-            for count, values, trained in shards
+            count * (trained * round_up(stored * values) + held * moment * values)
+            for count, values, trained, held in shards
         )
         return HostMemory(int(sent), state=int(parameters + gradients_and_moments))
-    moments = sum(count * trained * 2 * round_up(moment * values) for count, values, trained in shards)
-    return HostMemory(int(sent), copies=int((parameters + moments) / plan.mesh.dp_replicate))
+    copied = parameters + sum(count * held * round_up(moment * values) for count, values, _, held in shards)
+    return HostMemory(int(sent), copies=int(copied / plan.mesh.dp_replicate))

@@ -36,6 +36,7 @@ STREAMS = {  # lane -> stream
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_reduce": "all_reduce",
+    "all_to_all": COMPUTE,  # of the optimizer, as far as it waits for them
     OFFLOAD: OFFLOAD,
 }
 ALONE = frozenset({COMPUTE, OFFLOAD, HOST})  # streams that do not share the link of the collectives
@@ -110,7 +111,7 @@ def step_load(plan: Plan, times: StepTimes, repeats: Mapping[str, int]) -> Load:
             elif STREAMS[task.lane] not in ALONE:
                 slowed_s += times.slowdown[task.lane] * seconds
                 ends_s += seconds * (not computing[0] < i < computing[-1])
-    serial_s = times.optimizer_s + times.scalars_s
+    serial_s = times.optimizer_s + times.exchange_s + times.scalars_s
     if not times.overlaps:
         return Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, serial_s + sum(busy_s.values()))
     inside_s = busy_s["tp"] + busy_s["cp"]  # which the collectives of other streams do not slow down
@@ -166,7 +167,9 @@ def _simulate(plan: Plan, times: StepTimes) -> Iterator[tuple[list[Task], list[S
         yield sink.tasks, run_tasks(sink.tasks, times.slowdown), count
     scalars = Task("all_reduce", "all_reduce", "", "", "optimizer", times.scalars_s, ())
     optimizer = Task(COMPUTE, "optimizer", "", "", "optimizer", times.optimizer_s, (0,))
-    yield [scalars, optimizer], run_tasks([scalars, optimizer], times.slowdown), 1
+    exchange = Task("all_to_all", "all_to_all", "", "", "optimizer", times.exchange_s, (1,))
+    tasks = [scalars, optimizer, exchange]
+    yield tasks, run_tasks(tasks, times.slowdown), 1
 
 
 class TaskSink(StepSink):
@@ -428,7 +431,7 @@ def _timeline(tasks: Sequence[Task], spans: Sequence[Span]) -> MicroBatchTimelin
     events = [
         _event(task, lane, task.work, span.start_s, span.end_s)
         for task, span in zip(tasks, spans, strict=True)
-        for lane in ((task.lane, EXPOSED) if task.lane in ("tp", "cp") else (task.lane,))
+        for lane in ((task.lane, EXPOSED) if task.lane in ("tp", "cp", "all_to_all") else (task.lane,))
     ]
     for index, start_s, end_s in find_waits(tasks, spans):
         lane = tasks[index].lane

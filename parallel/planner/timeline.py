@@ -13,6 +13,7 @@ LINKS = {  # lane of communication -> label, in display order
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce",
+    "all_to_all": "all-to-all",
     OFFLOAD: "host memory",
 }
 LANES = {
@@ -33,8 +34,9 @@ class TimelineEvent:
     """One bar of one lane. Seconds count from the start of the step.
 
     Args:
-        lane: host, compute, tp, cp, all_gather, reduce_scatter, all_reduce, offload; or exposed, host_bound:
-            the compute stream waits for a collective or copy, its own or of another stream, or for the host
+        lane: host, compute, tp, cp, all_gather, reduce_scatter, all_reduce, offload; all_to_all (of the
+            optimizer, as far as it is exposed); or exposed, host_bound: the compute stream waits for a
+            collective or copy, its own or of another stream, or for the host
         work: in compute forward, backward, copy_out, copy_in, sum (of whole gradients) or optimizer; in
             exposed the awaited lane; in offload send or fetch; in host_bound host; elsewhere the lane
         unit: the FSDP unit of the event; "" for the optimizer
@@ -111,6 +113,11 @@ class Timeline:
     def exposed_share(self) -> float:
         """The share of the step that is exposed."""
         return self.exposed_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def optimizer_s(self) -> float:
+        """The seconds of the optimizer step: the gradient norm, the update, and what they wait for."""
+        return self.rounds[-1].seconds
 
     @property
     def host_share(self) -> float:

@@ -53,6 +53,7 @@ COLORS = {
     "all_gather": "#009e73",
     "reduce_scatter": "#e69f00",
     "all_reduce": "#cc79a7",
+    "all_to_all": "#f0e442",
     "offload": "#8c6d31",
     EXPOSED: "#d55e00",
     HOST_BOUND: "#7f3b08",

@@ -151,6 +151,21 @@ def _around(outer: Iterable[Buffer], inner: Sequence[Buffer]) -> tuple[Buffer, .
 
 
 @dataclass(frozen=True)
+class MuonWorkload:
+    """What Muon updates of a model; AdamW updates the rest.
+
+    Args:
+        shares: of each module's trained parameters; 0 if not listed
+        blocks: (rows, columns) of the matrices that it orthogonalises, of each block
+        dtype: in which they are exchanged and orthogonalised
+    """
+
+    shares: Mapping[str, float] = field(default_factory=dict)
+    blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
 class ModelWorkload:
     """The workload of a model.
 
@@ -160,7 +175,8 @@ class ModelWorkload:
         seq_len: tokens per sequence, on all ranks of cp together
         logits: name of the module with the logits and the loss
         tables: bytes of the model's buffers and position tables
-        moment_bytes: bytes per value of each of the optimizer's two moments
+        moment_bytes: bytes per value of each of the optimizer's moments
+        muon: what Muon updates
         saves: whether checkpoints are written from copies in host memory
         repeats: number of equal blocks that a block of a shortened model stands for; 1 if it is not listed
     """
@@ -171,8 +187,13 @@ class ModelWorkload:
     logits: str
     tables: int
     moment_bytes: int = 4
+    muon: MuonWorkload = MuonWorkload()
     saves: bool = False
     repeats: Mapping[str, int] = field(default_factory=dict)
+
+    def moments(self, name: str) -> float:
+        """Return the number of moments of a module's trained values: AdamW has two, Muon one."""
+        return 2 - self.muon.shares.get(name, 0.0)
 
     def count(self, name: str) -> int:
         """Return the number of modules that a module stands for."""

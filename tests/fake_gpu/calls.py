@@ -5,15 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.tools.dryrun.log import (
-    LAUNCHES,
-    STEPS,
-    Call,
-    NcclCollective,
-    collective,
-    collective_calls,
-    steady_step,
-)
+from meshwright.tools.dryrun import log
+from meshwright.tools.dryrun.log import LAUNCHES, STEPS, Call, NcclCollective, steady_step
 
 
 @dataclass(frozen=True, order=True)
@@ -84,4 +77,4 @@ def count_launches(calls: Sequence[Call]) -> int:
 
 def collectives(calls: Sequence[Call]) -> list[NcclCollective]:
     """Return the NCCL collectives in order."""
-    return [collective(call) for call in collective_calls(calls)]
+    return [*log.collectives(calls).values()]

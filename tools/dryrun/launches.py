@@ -216,9 +216,9 @@ def _collectives(
     """Yield the collectives, except those of one rank, which communicates nothing. Of a group with several
     names tools.simulate uses the first within a unit, and the last outside. A group that FSDP2 created is a
     part of dp_shard."""
-    begun = {id(call) for call in log.collective_calls([call for call, *_ in rows])}
+    found = log.collectives([call for call, *_ in rows])
     for call, event, operator in rows:
-        if id(call) in begun and (sent := log.collective(call)).ranks > 1:
+        if (sent := found.get(id(call))) and sent.ranks > 1:
             names = axes.get(str(event["args"].get("Process Group Name", "")), ["dp_shard"])
             if event["args"].get("Process Group Description") == CONTEXT_GROUP:
                 names = ["cp"]

@@ -83,26 +83,23 @@ def allocations(calls: Sequence[Call]) -> list[Call]:
     return [call for call in calls if call.kind in ALLOCATIONS]
 
 
-def collective_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the first call of each NCCL collective: an all-to-all is a send to each of the ranks and a
-    receive from it (torch's ProcessGroupNCCL)."""
-    first, left = [], 0
+def collectives(calls: Sequence[Call]) -> dict[int, NcclCollective]:
+    """Return the NCCL collectives, by the id of their first call. An all-to-all is a group of sends to ranks
+    that get something and of receives from those that give something (torch's ProcessGroupNCCL)."""
+    groups = dict[object, list[Call]]()
     for call in calls:
         if call.kind == "nccl":
-            begins = not left
-            if call.words[0] in POINT_TO_POINT:
-                left = (left or len(POINT_TO_POINT) * int(call.words[2])) - 1
-            if begins:
-                first.append(call)
-    return first
+            group = call.words[4] if call.words[0] in POINT_TO_POINT else id(call)
+            groups.setdefault(group, []).append(call)
+    return {id(group[0]): _collective(group) for group in groups.values()}
 
 
-def collective(call: Call) -> NcclCollective:
-    """Return the collective of its first call."""
-    op, number, ranks, size = call.words[0], *map(int, call.words[1:4])
+def _collective(group: Sequence[Call]) -> NcclCollective:
+    op, number, ranks, size = group[0].words[0], *map(int, group[0].words[1:4])
     if op in POINT_TO_POINT:
-        op, size = "all_to_all", ranks * size
-    return NcclCollective(op, number, ranks, size, call.stream)
+        sizes = (sum(int(c.words[3]) for c in group if c.words[0] == kind) for kind in POINT_TO_POINT)
+        op, size = "all_to_all", max(sizes)
+    return NcclCollective(op, number, ranks, size, group[0].stream)
 
 
 def steady_step(calls: Sequence[Call]) -> list[Call]:

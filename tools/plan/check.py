@@ -16,9 +16,11 @@ from torch.distributed.tensor import Replicate
 from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import GIB, StepMemory
 from meshwright.parallel.plan.schema import MicroBatch, Plan, UnitPlan, find_style, sums_whole_gradients
+from meshwright.parallel.planner.cost_model import muon_rounds
+from meshwright.parallel.planner.hardware import ALL_TO_ALL
 from meshwright.parallel.planner.tracing.trace import apply_as_single_tp_rank
 from meshwright.parallel.planner.walk import StepSink, StepWalk
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, MuonWorkload
 from meshwright.parallel.sharded_model import FEW_VALUES
 from meshwright.parallel.simulate.simulator import Simulation, eager_plan
 from meshwright.parallel.tensor_parallel import weight_placement
@@ -32,6 +34,7 @@ from meshwright.train.training import freeze
 EXACT, ABOUT = 0.01, 0.08  # allowed relative differences: of collectives and EXACT_KINDS, and of the peak
 EXACT_KINDS = ("params", "grads", "optimizer")  # kinds of memory that can be computed exactly
 SEQUENCE_STYLES = ("sequence", "whole_sequence")  # of norms that receive a rank's share of the tokens
+EXCHANGE = (ALL_TO_ALL, "world")  # of Muon
 TINY = 0.001  # share of all bytes sent below which a collective has no limit
 
 Traffic = dict[tuple[str, str], tuple[int, float]]  # (op, axis) -> count and bytes
@@ -96,6 +99,7 @@ def _compare_traffic(predicted: Traffic, simulation: Simulation) -> Iterator[Che
         planned, real = predicted.get(key, (0, 0.0)), simulated.get(key, (0, 0.0))
         limit = EXACT if max(planned[1], real[1]) > tiny else None
         yield CheckedQuantity(f"{key[0]} {key[1]}, count", planned[0], real[0], limit)
+        limit = limit if key != EXCHANGE else None  # predicted for the rank that owns the most matrices
         yield CheckedQuantity(f"{key[0]} {key[1]}, bytes", planned[1], real[1], limit)
 
 
@@ -119,7 +123,7 @@ def predict_traffic(job: TrainingJob, plan: Plan) -> Traffic:
     work = run_workload(job, plan)
     sink = TrafficSink(plan, work, model)
     StepWalk(plan, sink, work.has_backward).step()
-    return _count([*sink.sent, *_of_copies(plan, model)])
+    return _count([*sink.sent, *_of_copies(plan, model), *_of_muon(plan, work.muon)])
 
 
 class TrafficSink(StepSink):
@@ -196,6 +200,14 @@ def _of_copies(plan: Plan, model: nn.Module) -> Iterator[tuple[str, str, float]]
                 yield "all_reduce", "tp", values * DTYPE_BYTES[plan.storage_dtype]
     if together:
         yield "all_reduce", "tp", together * DTYPE_BYTES[plan.storage_dtype]
+
+
+def _of_muon(plan: Plan, muon: MuonWorkload) -> Iterator[tuple[str, str, float]]:
+    """Yield Muon's exchanges of matrices with their owners: to them, and to all ranks."""
+    ranks = plan.mesh.world_size
+    for each in muon_rounds(muon.blocks, ranks) if ranks > 1 else ():
+        size = each.owned_values * DTYPE_BYTES[muon.dtype]
+        yield from ((*EXCHANGE, size), (*EXCHANGE, size * plan.mesh.dp_replicate))
 
 
 def _count(sent: Iterable[tuple[str, str, float]]) -> Traffic:

@@ -209,6 +209,8 @@ def _predicted(report: PlanReport) -> dict[str, Any]:
         "exposed_comm_s": timeline and timeline.exposed_s,
         "exposed_share": timeline and timeline.exposed_share,
         "host_bound_s": timeline and timeline.host_s,
+        "optimizer_s": timeline and timeline.optimizer_s,
+        "optimizer_share": timeline and timeline.optimizer_s / timeline.step_s,
         "exposed_by_lane_s": timeline and dict(timeline.exposed_by_lane),
         "tokens_per_s_per_gpu": prediction and prediction.tokens_per_s_per_gpu,
         "mfu": prediction and prediction.mfu,
@@ -287,6 +289,8 @@ def _figures(report: PlanReport, prediction: Prediction) -> str:
     timeline, gpus, kind = prediction.timeline, report.machines.processes, report.machines.kind
     rate = prediction.tokens_per_s_per_gpu
     bound = f", at most {rate / kind.reached:,.0f}" if kind.is_bound else ""
+    optimizer = timeline.optimizer_s / timeline.step_s
+    assumed = ", assumed to be AdamW's" if ":" in report.job.optim.name else ""
     rows = [
         ("step", seconds(timeline.step_s)),
         ("tokens/s per GPU", f"{rate:,.0f}{bound}"),
@@ -295,6 +299,7 @@ def _figures(report: PlanReport, prediction: Prediction) -> str:
         ("MFU, full attention", _percent(prediction.mfu)),
         ("MFU, causal attention", _percent(prediction.mfu_causal)),
         ("computing", seconds(timeline.compute_s)),
+        ("optimizer", f"{seconds(timeline.optimizer_s)}, {optimizer:.1%} of the step{assumed}"),
         ("host-bound", f"{seconds(timeline.host_s)}, {timeline.host_share:.1%} of the step"),
         ("exposed", f"{seconds(timeline.exposed_s)}, {timeline.exposed_share:.1%} of the step"),
     ]

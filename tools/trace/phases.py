@@ -110,7 +110,7 @@ def find_lane(collective: str, axis: str) -> str:
     """Return the lane of a collective on an axis."""
     if axis in ("tp", "cp"):
         return axis
-    return collective if collective in ("all_gather", "reduce_scatter") else "all_reduce"
+    return collective if collective in ("all_gather", "reduce_scatter", "all_to_all") else "all_reduce"
 
 
 def find_axis(collective: str, place: StepPhase, mesh: MeshPlan | None) -> str:

@@ -204,7 +204,8 @@ def _needed_bytes(job: TrainingJob, machines: Machines) -> int | None:
 
 
 def _may_fit(job: TrainingJob, machines: Machines) -> bool:
-    """Whether parameters and both moments alone fit: a quick test, because each trace takes seconds."""
+    """Whether parameters and both moments (of Muon the only one, and the gradients) alone fit: a quick test,
+    because each trace takes seconds."""
     bytes_each = DTYPE_BYTES[job.parallel.storage_dtype] + 2 * DTYPE_BYTES[job.optim.state_dtype]
     held = bytes_each * model_of(job.model).parameters / machines.processes
     host = HostMemory(state=int(held)) if job.parallel.cpu_offload else HostMemory()

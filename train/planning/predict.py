@@ -11,7 +11,7 @@ from meshwright.parallel.errors import PlanError, one_line
 from meshwright.parallel.fsdp import parameters_by_module
 from meshwright.parallel.memory_breakdown import PredictedMemory
 from meshwright.parallel.plan.make import RunShape, count_blocks, make_plan
-from meshwright.parallel.plan.schema import Plan
+from meshwright.parallel.plan.schema import Plan, innermost
 from meshwright.parallel.planner.bounds import of_one_sequence
 from meshwright.parallel.planner.cost_model import step_times
 from meshwright.parallel.planner.hardware import (
@@ -27,15 +27,15 @@ from meshwright.parallel.planner.search import SearchResult, check_legal, search
 from meshwright.parallel.planner.search_space import Choices, combinations, least_memory, with_choices
 from meshwright.parallel.planner.step_time import simulate_step
 from meshwright.parallel.planner.timeline import Timeline
-from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload
-from meshwright.train.config import ModelConfig, TrainingJob
+from meshwright.parallel.planner.workload import DTYPE_BYTES, ModelWorkload, MuonWorkload
+from meshwright.train.config import ModelConfig, OptimConfig, TrainingJob
 from meshwright.train.errors import NoPredictionError
 from meshwright.train.model.trained_model import model_of
 from meshwright.train.planning.captures import TraceCase
 from meshwright.train.planning.correction import Correction
 from meshwright.train.planning.resolve import best_attention, best_dtype, make_shape, plan_run
 from meshwright.train.planning.trace_model import cases_of, model_workload
-from meshwright.train.training import frozen_parameters, training_flops
+from meshwright.train.training import frozen_parameters, groups_of, training_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +166,8 @@ def _best(job: TrainingJob, machines: Machines) -> tuple[str, str]:
 
 @clock.phase("tracing")
 def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
-    """Return the model's workload under the plan, with its trained shares, the size of moments, and whether
-    it is saved.
+    """Return the model's workload under the plan, with its trained shares, what Muon updates, the size of
+    moments, and whether it is saved. An optimizer of yours is taken for AdamW.
 
     Raises ConfigError if a pattern of `train.freeze` matches nothing, and NoPredictionError for a model of
     yours that cannot be traced.
@@ -183,8 +183,41 @@ def run_workload(job: TrainingJob, plan: Plan) -> ModelWorkload:
             f"model.factory={job.model.factory} cannot be traced, which a prediction needs: "
             f"{one_line(f'{type(error).__name__}: {error}', 300)}: parallel.plan=manual trains it without"
         ) from error
-    moment_bytes = DTYPE_BYTES[job.optim.state_dtype]
-    return dataclasses.replace(work, trained=trained, moment_bytes=moment_bytes, saves=job.saves)
+    moment_bytes, muon = DTYPE_BYTES[job.optim.state_dtype], MuonWorkload()
+    if job.optim.name == "muon":
+        muon = _of_muon(job.model, with_newton_schulz_dtype(job, plan).optim, job.freeze)
+    return dataclasses.replace(work, trained=trained, moment_bytes=moment_bytes, muon=muon, saves=job.saves)
+
+
+def with_newton_schulz_dtype(job: TrainingJob, plan: Plan) -> TrainingJob:
+    """Return the job with the dtype that optim.muon.newton_schulz_dtype=auto is on the devices of a plan: the
+    kernel of attention tells which these are, and otherwise the dtype of the units."""
+    muon = job.optim.muon
+    if muon.newton_schulz_dtype != "auto":
+        return job
+    dtype = plan.units[0].param_dtype if plan.attention in ("", "cpu", "math") else "bfloat16"
+    optim = dataclasses.replace(job.optim, muon=dataclasses.replace(muon, newton_schulz_dtype=dtype))
+    return dataclasses.replace(job, optim=optim)
+
+
+@cache
+def _of_muon(model: ModelConfig, optim: OptimConfig, freeze: tuple[str, ...]) -> MuonWorkload:
+    """Return what Muon updates of the trained parameters. Raises ConfigError as `make_groups`."""
+    module, units = model_of(model).module, model_of(model).units
+    groups, named = groups_of(model, optim, freeze), dict(module.named_parameters())
+    kinds = {name: kind for group in groups if group.by == "muon" for name, kind in group.kinds.items()}
+    blocks = dict[str | None, list[tuple[int, int]]]()
+    for name in filter(kinds.__contains__, named):
+        shapes = [(sizes[-2], sizes[-1]) for _, sizes in kinds[name].matrices]
+        blocks.setdefault(innermost(name, units.blocks), []).extend(shapes)
+    ours = {named[name] for name in kinds}
+    trained = {named[name] for group in groups for name in group.kinds}
+    shares = {
+        name: sum(p.numel() for p in ours & own) / sum(p.numel() for p in trained & own)
+        for name, of in parameters_by_module(module, units.modules).items()
+        if ours & (own := {*of.values()})
+    }
+    return MuonWorkload(shares, tuple(map(tuple, blocks.values())), optim.muon.newton_schulz_dtype)
 
 
 @cache

@@ -104,14 +104,15 @@ AMPLE = 2  # times the bound: room for the allocator's overhead and for copies o
 
 def memory_bound(job: TrainingJob, plan: Plan) -> int | None:
     """Return a number of bytes that the tensors of a process never exceed in a step, from sizes alone; None
-    for a model of yours, of whose activations only a trace knows the sizes. It is far above what a run needs,
+    for a model of yours, of whose activations only a trace knows the sizes, and for Muon over replicas, to
+    each of which an owner sends its results. It is far above what a run needs,
     but most small runs have several times as much; tests compare it with the predictions of random plans.
 
     As if all were float32, nothing but FSDP divided the parameters, all units were gathered and reduced at
     once, and a step kept all results of all blocks, with those of one block's backward.
     """
     model = job.model
-    if not isinstance(model, LlamaConfig):
+    if not isinstance(model, LlamaConfig) or (job.optim.name == "muon" and plan.mesh.dp_replicate > 1):
         return None
     tokens, count = plan.micro_batch_size * job.seq_len, model_of(model).parameters
     rows = 5 * model.dim + model.ffn_dim + 2  # one of each weight of a block: shards are padded by less

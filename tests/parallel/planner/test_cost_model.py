@@ -22,7 +22,14 @@ from meshwright.parallel.planner.cost_model import (
 )
 from meshwright.parallel.planner.hardware import Hardware, HostCosts, Link, load_hardware
 from meshwright.parallel.planner.step_time import simulate_step, step_load
-from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
+from meshwright.parallel.planner.workload import (
+    Linear,
+    ModelWorkload,
+    ModuleWorkload,
+    MuonWorkload,
+    Operation,
+    Phase,
+)
 from tests.support.plans import BLOCK, EMBEDDING, HEAD, plan_of
 
 # 100 TF/s in bfloat16, half of it for attention; 1 TB/s of memory at 50%; links of 100 and 10 GB/s, which an
@@ -118,6 +125,10 @@ def test_an_operation_takes_its_work_by_its_rate(work: Operation, micro_batch: i
 def test_groups_of_a_mesh(mesh: MeshPlan, tp: Group, cp: Group, dp_shard: Group, dp_replicate: Group) -> None:
     expected = {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": dp_replicate}
     groups = axis_groups(mesh, 8)
+    replica = mesh.world_size // mesh.dp_replicate
+    assert groups.pop("replica") == Group(
+        replica, min(8, replica), max(1, min(8, mesh.world_size) // replica)
+    )
     assert groups.pop("world") == Group(mesh.world_size, min(8, mesh.world_size), 1)
     assert groups == expected
 
@@ -253,6 +264,35 @@ def test_the_optimizer_passes_over_this_ranks_shards(stored: str, moment: int, m
             machine = dataclasses.replace(MACHINE, cores=cores)
             optimizer_s = step_times(plan, work, machine, 8).optimizer_s
             assert optimizer_s == pytest.approx(trained / 4 * (moved / 500e9 + issuing_s))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_muon_exchanges_beside_what_it_orthogonalises(overlaps: bool) -> None:
+    """Four rounds on two nodes, each of a replica: every rank owns a matrix of a round, of 8 MB."""
+    blocks = (((1000, 4000),) * 16,) * 4
+    muon = MuonWorkload({f"layers.{i}": 1.0 for i in range(4)}, blocks, "bfloat16")
+    work, machine = work_of([]), dataclasses.replace(MACHINE, overlaps=overlaps)
+    plan = plan_of(16, per_node=8, dp_replicate=2)
+    alone = step_times(
+        plan, dataclasses.replace(work, trained={f"layers.{i}": 0.0 for i in range(4)}), machine, 8
+    )
+    times = step_times(plan, dataclasses.replace(work, muon=muon), machine, 8)
+    # 5 iterations of 4 s^2 l + 2 s^3; 9 s l and in each 3 s l + 4 s^2 values moved
+    busy_s = 5 * (16e9 + 2e9) / 100e12 + 2 * (36e6 + 5 * (12e6 + 4e6)) / 500e9
+    passes_s = 4 * BLOCK / 8 * (19 * 4 + 2 * (4 + 2) + 2 * 2) / 500e9
+    assert times.optimizer_s == pytest.approx(alone.optimizer_s + passes_s + 4 * busy_s)
+    # 7 of 8 parts to the owners in a node; 14 MB to all ranks, 64 MB between the nodes
+    owners_s, all_s = 7e6 / 100e9 + 7e-6, 64e6 / 10e9 + 1e-3 + 14e-6
+    between_s = 2 * (owners_s + all_s - busy_s) + all_s - busy_s  # the first parts are hidden
+    waited_s = owners_s + between_s + all_s if overlaps else 4 * (owners_s + all_s)
+    assert times.exchange_s == pytest.approx(waited_s)
+    step, load = simulate_step(plan, times), step_load(plan, times, {})
+    assert step.exposed_by_lane["all_to_all"] == pytest.approx(waited_s)
+    optimizer_s = times.optimizer_s + waited_s + times.scalars_s
+    assert step.optimizer_s == pytest.approx(optimizer_s)
+    assert optimizer_s < load.seconds <= step.step_s
+    one = step_times(plan_of(1), dataclasses.replace(work, muon=muon), machine, 8)
+    assert (one.exchange_s, one.optimizer_s > 64 * busy_s) == (0, True)
 
 
 def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
@@ -392,8 +432,9 @@ def test_what_a_machine_reaches_and_its_runs_correct_changes_all_seconds_by_one_
     )
     slower = dataclasses.replace(kept, reached=0.5, correction=0.5)
     plan = plan_of(16, tp=2, dp_replicate=2, activation_checkpoint="offload")
-    fast, slow = (step_times(plan, work_of(operations, operations), kind, 8) for kind in (kept, slower))
-    for name in ("optimizer_s", "hook_s", "scalars_s"):
+    work = dataclasses.replace(work_of(operations, operations), muon=MuonWorkload({}, (((64, 64),) * 16,)))
+    fast, slow = (step_times(plan, work, kind, 8) for kind in (kept, slower))
+    for name in ("optimizer_s", "hook_s", "scalars_s", "exchange_s"):
         assert getattr(slow, name) == pytest.approx(4 * getattr(fast, name)) != 0
     for unit, times in fast.units.items():
         scaled = [4 * seconds for seconds in dataclasses.astuple(times)]

@@ -13,7 +13,7 @@ from meshwright.parallel.planner import ledger, memory_model
 from meshwright.parallel.planner.cost_model import sent_blocks
 from meshwright.parallel.planner.hardware import HostMemory, allocator_bytes, load_hardware, reserved_bytes
 from meshwright.parallel.planner.memory_model import host_memory, least_step_memory, predict_step_memory
-from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Phase
+from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, MuonWorkload, Phase
 from meshwright.train.config_parser import parse_config
 from meshwright.train.planning.predict import predict_memory
 from meshwright.train.planning.resolve import plan_run
@@ -143,6 +143,21 @@ def test_storage_in_bfloat16_halves_shards_and_gradients_and_moments_have_a_dtyp
         memory = predict(2, 3, work=dataclasses.replace(work, moment_bytes=moment_bytes), **STORED).memory
         assert (memory.params, memory.grads) == (SHARDS // 2, SHARDS // 2)
         assert memory.optimizer == 2 * SHARDS * moment_bytes // 4
+
+
+def test_what_muon_updates_has_one_moment() -> None:
+    work = dataclasses.replace(make_work(), muon=MuonWorkload({"layers.0": 1.0, "layers.1": 0.5}))
+    fewer = (200 + 100) * 4
+    assert predict(2, 3, work=work).memory.optimizer == 2 * SHARDS - fewer
+    plan, saves = make(2), dataclasses.replace(make_work(), saves=True)
+    least = least_step_memory(plan, make_work()).at_end - least_step_memory(plan, work).at_end
+    assert least == fewer
+    offloaded = make(2, cpu_offload=True)
+    assert host_memory(offloaded, make_work()).state - host_memory(offloaded, work).state == fewer
+    saved = (
+        host_memory(plan, saves).copies - host_memory(plan, dataclasses.replace(saves, muon=work.muon)).copies
+    )
+    assert saved == 1.5 * 1024  # in powers of two
 
 
 def test_a_reduction_in_float32_is_cast_to_storage_in_bfloat16() -> None:

@@ -21,7 +21,14 @@ from meshwright.parallel.planner.memory_model import host_memory, least_step_mem
 from meshwright.parallel.planner.search import EQUAL, Candidate, SearchResult, search, with_none
 from meshwright.parallel.planner.search_space import combinations
 from meshwright.parallel.planner.step_time import simulate_step, step_load
-from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, Operation, Phase
+from meshwright.parallel.planner.workload import (
+    Linear,
+    ModelWorkload,
+    ModuleWorkload,
+    MuonWorkload,
+    Operation,
+    Phase,
+)
 
 BLOCKS, PARAMETERS, TOKENS = 6, 400_000_000, 4096
 # saved bytes of a block, per sequence
@@ -136,18 +143,20 @@ def test_nothing_that_was_left_untimed_would_have_been_faster() -> None:
 
 
 def test_a_shortened_model_has_the_bounds_of_the_whole() -> None:
-    """With 30 blocks of one kind, of which a few stand for all."""
+    """With 30 blocks of one kind, of which a few stand for all; Muon updates half of each."""
     names = [NAMES[0], *(f"layers.{i}" for i in range(30)), NAMES[-1]]
     of_kinds = {"modules": dict.fromkeys(names, PARAMETERS), "units": [(name,) for name in names]}
     model = dataclasses.replace(
         MODEL, **of_kinds, compiled=frozenset(names[1:]), checkpointed=frozenset(names[1:-1])
     )
     kinds = dict[Any, ModuleWorkload]()
+    muon = MuonWorkload(dict.fromkeys(names[1:-1], 0.5), (((512, 2048),) * 3,) * 30)
 
     def trace_kinds(plan: Plan) -> ModelWorkload:
         modes = [unit.activation_checkpoint for unit in plan.units]
         works = (kinds.setdefault((plan.mesh.tp, mode), module(plan, PARAMETERS, mode)) for mode in modes)
-        return ModelWorkload(dict(zip(plan.modules, works, strict=True)), {}, TOKENS, "head", 0)
+        modules = dict(zip(plan.modules, works, strict=True))
+        return ModelWorkload(modules, {}, TOKENS, "head", 0, muon=muon)
 
     config, shape = ParallelConfig(**BF16), RunShape(8, 8, TOKENS, "auto", 64)  # type: ignore[arg-type]
     bounds = Bounds(config, model, shape, machines(), trace_kinds)
@@ -425,6 +434,10 @@ def test_reasons_give_figures_that_are_true() -> None:
     counts = rf"{tried} plans tried: {too_large} too large .*{slower} slower"
     assert re.match(counts, lines[0])
     assert f"{choice.best.needed_bytes / GIB:.1f} GiB of 60.0 GiB" in lines[0]
+    assert not any(line.startswith("muon: ") for line in lines)
+    times = dataclasses.replace(times_of(choice.best.plan, cluster), exchange_s=0.0021)
+    (muon,) = [line for line in give_reasons(choice, cluster, times) if line.startswith("muon: ")]
+    assert f"2.1 ms of {1e3 * choice.best.timeline.optimizer_s:.1f} ms" in muon
     checkpointing = next(line for line in lines if line.startswith("activation_checkpoint="))
     needs = re.findall(r"(none|selective|full) does not fit [^;]*?([\d.]+) GiB of 60\.0 GiB", checkpointing)
     assert needs, checkpointing

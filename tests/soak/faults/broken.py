@@ -110,8 +110,8 @@ BROKEN = (
     Fault(
         "not-finite-is-applied",
         "a step that is not finite is counted as skipped, and its update applied",
-        "optimizer.found_inf = skipped = 1 - grad_norm.isfinite().float()",
-        "skipped = 1 - grad_norm.isfinite().float()",
+        "optimizer.grad_scale, optimizer.found_inf = divisor, skipped",
+        "optimizer.grad_scale, optimizer.found_inf = divisor, None",
     ),
     Fault(
         "warmup-one-late",

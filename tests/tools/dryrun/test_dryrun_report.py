@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.tools.dryrun.log import Call, collectives
 from meshwright.tools.dryrun.report import read_dry_run
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -32,6 +33,23 @@ def test_launches_waits_and_collectives_are_counted_by_library_and_axis(run: dic
         ("all_gather", "dp_shard", gathered, 1),
         ("reduce_scatter", "dp_shard", reduced, 2),
         ("all_reduce", "world", 4, 0),
+    ]
+
+
+def test_an_all_to_all_is_one_group_of_sends_and_receives() -> None:
+    """Two in a row, in which not every rank sends or gets something; then another collective."""
+
+    def call(op: str, size: int, group: int) -> Call:
+        return Call("nccl", 7, (op, "0", "4", str(size), str(group)))
+
+    calls = [call("send", 8, 1), call("recv", 6, 1), call("recv", 4, 1), call("send", 3, 2)]
+    calls += [Call("kernel", 0, ()), call("recv", 1, 2), call("all_reduce", 4, 2)]
+    found = collectives(calls)
+    assert [*found] == [id(calls[0]), id(calls[3]), id(calls[6])]
+    assert [(c.op, c.bytes) for c in found.values()] == [
+        ("all_to_all", 10),
+        ("all_to_all", 3),
+        ("all_reduce", 4),
     ]
 
 

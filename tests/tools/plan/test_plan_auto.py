@@ -38,6 +38,8 @@ FIGURES = {
     "compute_s",
     "exposed_comm_s",
     "host_bound_s",
+    "optimizer_s",
+    "optimizer_share",
     "exposed_share",
     "exposed_by_lane_s",
     "tokens_per_s_per_gpu",
@@ -80,6 +82,12 @@ def test_a_plan_of_ones_own_has_figures(capsys: Output) -> None:
     )
     assert predicted["exposed_comm_s"] == pytest.approx(sum(predicted["exposed_by_lane_s"].values()))
     assert predicted["tokens_per_s_per_gpu"] == pytest.approx(8 * 48 / 4 / predicted["step_time_s"])
+    assert predicted["optimizer_share"] == pytest.approx(predicted["optimizer_s"] / predicted["step_time_s"])
+    main([*FREE, "--gpus=4", H100, "--optim.name=some:function"])
+    row = rf"optimizer +.*, {predicted['optimizer_share']:.1%} of the step, assumed to be AdamW's"
+    assert re.search(row, capsys.readouterr().out)
+    main([*FREE, "--gpus=4", H100, "--optim.name=muon"])
+    assert re.search(r"  for all-to-all  +\d", capsys.readouterr().out)
     assert predicted["fits"] is True
     assert predicted["reserved_gib"] > predicted["peak_memory_gib"]
     assert 0 < predicted["mfu_causal"] < predicted["mfu"] < 1

@@ -24,6 +24,7 @@ ACCUMULATED = ["--train.micro_batch_size=1", "--train.global_batch_size=12"]
 ONCE, KEPT = "--parallel.reduce_gradients=last_micro_batch", "--parallel.reshard_after_backward=false"
 GATHERED = "--parallel.reshard_after_forward=false"
 FROZEN = '--train.freeze=["layers.0.*","tok_embeddings.*"]'
+MUON = ["--optim.name=muon", "--train.seq_len=8", "--model.vocab_size=64", "--model.n_layers=4"]
 CASES = [
     # 6 shards: rows that do not divide evenly are padded
     (12, [*ACCUMULATED, "--parallel.dp_replicate=2", "--parallel.activation_checkpoint=full"]),
@@ -39,6 +40,8 @@ CASES = [
     (4, [*ACCUMULATED, ONCE, KEPT, "--parallel.tp=2", "--parallel.reduce_dtype=bfloat16"]),
     (2, [*ACCUMULATED, ONCE, KEPT, GATHERED, FROZEN]),
     (2, [*ACCUMULATED, ONCE, "--parallel.cp=2"]),
+    # few tokens: the peak is in Muon's rounds
+    (4, [*MUON, "--parallel.dp_replicate=4"]),
 ]
 MORE = [
     (4, [*ACCUMULATED, ONCE, "--parallel.cp=2", "--parallel.tp=2", "--parallel.cp_exchange=gather"]),
@@ -50,6 +53,8 @@ MORE = [
     (4, ["--model.tie_embeddings=true", "--model.vocab_size=4096", "--train.seq_len=16"]),
     (4, [*ACCUMULATED, ONCE, KEPT, GATHERED, "--parallel.dp_replicate=2", "--parallel.param_dtype=bfloat16"]),
     (4, ["--parallel.cp=4", "--train.global_batch_size=4"]),
+    (4, [*MUON, "--parallel.dp_replicate=2", "--parallel.tp=2"]),
+    (2, ["--optim.name=muon", "--parallel.param_dtype=bfloat16", FROZEN]),
 ]
 SAMPLED = [pytest.mark.slow, pytest.mark.sampled(6, together="test_plan_check")]
 
@@ -67,6 +72,10 @@ def test_collectives_and_memory_are_those_of_the_real_code(world_size: int, keys
     check = check_run(*small(world_size, keys))
     assert check.wrong == []
     assert any(row.limit for row in check.collectives) is (world_size > 1)
+    if MUON[0] in keys:
+        difference = {row.name: abs(row.difference) for row in (*check.collectives, *check.memory)}
+        assert difference["peak"] < 0.02
+        assert difference["all_to_all world, bytes"] < 0.3, "rank 0 does not own the most"
 
 
 def test_a_wrong_prediction_is_caught() -> None:

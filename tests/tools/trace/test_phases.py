@@ -43,8 +43,8 @@ EVENTS = [
     *sent(REDUCE, "gloo:all_reduce", 601),
     label("FSDP::root_post_backward_callback", 700, 750),
     *sent(REDUCE, "gloo:all_reduce", 701),
-    label("Optimizer.step#AdamW.step", 800, 900),
-    *sent(REDUCE, "gloo:all_reduce", 801),
+    label("Optimizer.step#Muon.step", 800, 900),
+    *sent("c10d::alltoall_base_", "gloo:all_to_all", 801),
 ]
 
 
@@ -64,6 +64,7 @@ def test_only_what_is_launched_in_fsdps_labels_is_fsdps(
     assert [transfer.axis for transfer in step.transfers] == axes
     assert [transfer.lane == "tp" for transfer in step.transfers] == [axis == "tp" for axis in axes]
     assert [transfer.unit for transfer in step.transfers] == ["layers.0" if axis else "" for axis in axes]
+    assert step.transfers[-1].lane == "all_to_all"
 
 
 def test_fsdp_casts_and_adds_whole_gradients_in_two_labels(tmp_path: Path) -> None:

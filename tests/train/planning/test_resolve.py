@@ -10,11 +10,11 @@ from meshwright.models.llama import Llama
 from meshwright.parallel.config import ParallelConfig
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.serialize import plan_to_yaml
-from meshwright.train.config import Config
+from meshwright.train.config import Config, GroupConfig
 from meshwright.train.config_parser import parse_config
 from meshwright.train.errors import ConfigError
 from meshwright.train.model.trained_model import model_of
-from meshwright.train.planning.predict import predict_memory
+from meshwright.train.planning.predict import predict_memory, run_workload, with_newton_schulz_dtype
 from meshwright.train.planning.resolve import plan_run
 from tests.support.launch import EAGER
 from tests.support.plans import check_facts
@@ -188,6 +188,27 @@ def test_frozen_parameters_need_no_gradients_and_no_moments() -> None:
     assert frozen.params == free.params
     assert frozen.grads == -(-head // 8) * 4
     assert frozen.optimizer == 2 * frozen.grads
+
+
+def test_muon_updates_the_trained_matrices_of_blocks_and_adamw_the_rest() -> None:
+    config = config_of(*EAGER, "--model.n_layers=4", "--optim.name=muon", "--train.freeze=[layers.0.*]")
+    optim = dataclasses.replace(config.optim, groups={"layers.1.*.w1*": GroupConfig(kind="other")})
+    config = dataclasses.replace(config, optim=optim)
+    plan = plan_run(config.job, 8)
+    muon = run_workload(config.job, plan).muon
+    block = model_of(config.model).units.modules["layers.2"]
+    dim, kv_dim, ffn = 4096, 1024, 14336
+    matrices = [(dim, dim), (kv_dim, dim), (kv_dim, dim), (dim, dim), (ffn, dim), (dim, ffn), (ffn, dim)]
+    assert len(muon.blocks) == 3, "the first is frozen"
+    assert (sorted(muon.blocks[1]), len(muon.blocks[0])) == (sorted(matrices), 6)
+    assert muon.shares["layers.2"] == sum(rows * columns for rows, columns in matrices) / block
+    assert muon.shares["layers.1"] == pytest.approx((block - 2 * dim - ffn * dim) / block)
+    assert muon.shares.keys() == {f"layers.{i}" for i in range(1, 4)}
+    assert muon.dtype == "bfloat16", "as its units"
+    for kernel, dtype in (("cpu", "float32"), ("efficient", "bfloat16")):
+        wide = config_of("--parallel.param_dtype=float32", f"--parallel.attention={kernel}").job
+        job = with_newton_schulz_dtype(wide, plan_run(wide, 8))
+        assert job.optim.muon.newton_schulz_dtype == dtype
 
 
 def test_a_freeze_that_matches_nothing_is_found_in_planning() -> None:

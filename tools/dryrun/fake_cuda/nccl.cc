@@ -21,9 +21,11 @@ static Communicator* make(int size, int rank) {
   fake_log("communicator", nullptr, "%d\tsize %d\trank %d", c->number, size, rank);
   return c;
 }
+static thread_local int depth = 0, group = 0;  // of calls; nested ones are one
 static int log_collective(const char* op, size_t elements, int type, const Communicator* c, void* stream) {
   if (int error = fake_expect(op, stream, fake_device())) return error;
-  fake_log("nccl", stream, "%s\t%d\t%d\t%zu", op, c->number, c->size, elements * BYTES_OF[type]);
+  size_t bytes = elements * BYTES_OF[type];
+  fake_log("nccl", stream, "%s\t%d\t%d\t%zu\t%d", op, c->number, c->size, bytes, group);
   return 0;
 }
 
@@ -68,8 +70,15 @@ int ncclCommRegister(Communicator*, void*, size_t, void** handle) {
   return 0;
 }
 int ncclCommDeregister(Communicator*, void*) { return 0; }
-int ncclGroupStart() { return 0; }
-int ncclGroupEnd() { return 0; }
+int ncclGroupStart() {
+  static std::atomic<int> begun{0};
+  if (depth++ == 0) group = ++begun;
+  return 0;
+}
+int ncclGroupEnd() {
+  depth--;
+  return 0;
+}
 const char* ncclGetErrorString(int) { return "a fake NCCL's result"; }
 const char* ncclGetLastError(Communicator*) { return ""; }
 int ncclRedOpCreatePreMulSum(int* op, void*, int, int, Communicator*) {
