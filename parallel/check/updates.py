@@ -84,7 +84,7 @@ def compare_steps(
     for step in range(STEPS):
         for name, first in gradients.items():
             noise = first.square().mean().sqrt() * torch.randn(first.shape, generator=generator)
-            gradient = noise if step else first.clone()
+            gradient = noise if step else first.clone(memory_format=torch.contiguous_format)
             dist.broadcast(gradient, src=0)  # ranks may have computed it in another order
             for p in (of[name] for of in parameters):
                 p.grad = torch.zeros_like(p)
@@ -102,5 +102,5 @@ def compare_steps(
             looks = kind(update, [found], None, sharded.plan.mesh) or kind_of_update(error, tolerance)
             differences.append(Mismatch("optimizer", f"update of {name}", error, scale, looks))
     if not changed:
-        raise PlanError(f"check: {STEPS} steps of {type(optimizers[1]).__name__} changed no parameter")
+        raise PlanError("check: the optimizer's steps changed no parameter: is its learning rate 0?")
     return differences, len(before), largest, rule
