@@ -130,27 +130,19 @@ def compare(
                 f"the model runs in float32, but not in the plan's param_dtype: {refusal}: cast what its "
                 "forward adds or multiplies in another dtype, such as a buffer or an unsharded parameter"
             ) from refusal
-    differences, compared, largest, hints = [], 0, 0.0, []
+    differences, compared, largest = list[Mismatch](), 0, 0.0
+    hints: tuple[str, ...] = ()
     expected: dict[str, Tensor] = {}
     for run, of_run in runs.items():
         sharded = _shard(model, of_run, mesh, values, gradients)
         expected = expected or expected_results(unsharded, sharded, example)
-        results = sharded_results(sharded, example)
-        floor = floor_of(t for name, t in expected.items() if not _is_output(name))
-        for name in expected | results:
-            nothing = torch.zeros_like((expected | results)[name])
-            error, scale = relative_error(
-                results.get(name, nothing), expected.get(name, nothing), 0.0 if _is_output(name) else floor
-            )
-            compared, largest = compared + 1, max(largest, error)
-            if not error <= TOLERANCE:
-                differences.append(Mismatch(run, name, error, scale))
+        found, errors = _compared(run, expected, sharded_results(sharded, example))
         if optimizer is not None and run == "eager":
             of_gradients = {name: t for name, t in expected.items() if not _is_output(name)}
-            twin = with_values(model, values)
-            found, count, error, rule = compare_steps(sharded, twin, of_gradients, optimizer)
-            differences, compared, largest = differences + found, compared + count, max(largest, error)
-            hints.append(rule)
+            steps = compare_steps(sharded, with_values(model, values), of_gradients, optimizer)
+            found, errors, hints = [*found, *steps.differences], [*errors, *steps.errors], (steps.rule,)
+        differences += found
+        compared, largest = compared + len(errors), max(largest, *errors)
     by_rank = gather_from_all((differences, largest))
     buffers = dict(unsharded.named_buffers())
     written = [n for n, b in buffers.items() if n in values and not torch.equal(b, values[n])]
@@ -159,10 +151,27 @@ def compare(
         "largest": max(of_rank for _, of_rank in by_rank),
         "differences": _worst(found for found, _ in by_rank),
         "graphs": count_compiled_graphs() - graphs_before,
-        "hints": tuple(hints),
+        "hints": hints,
         "parts": outputs_of_parts(unsharded, example),
         "not_run": [f"buffer {name}, which every rank writes for itself" for name in written],
     }
+
+
+def _compared(
+    run: str, expected: Mapping[str, Tensor], results: Mapping[str, Tensor]
+) -> tuple[list[Mismatch], list[float]]:
+    """Return what differs of outputs and gradients, and how large each difference is."""
+    floor = floor_of(t for name, t in expected.items() if not _is_output(name))
+    differences, errors = [], []
+    for name, tensor in {**expected, **results}.items():
+        nothing = torch.zeros_like(tensor)
+        error, scale = relative_error(
+            results.get(name, nothing), expected.get(name, nothing), 0.0 if _is_output(name) else floor
+        )
+        errors.append(error)
+        if not error <= TOLERANCE:
+            differences.append(Mismatch(run, name, error, scale))
+    return differences, errors
 
 
 def expected_results(unsharded: nn.Module, sharded: ShardedModel, example: Example) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ computed from a rank's shard alone, where it needs the whole matrix, is no error
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -64,13 +65,21 @@ def kind_of_update(error: float, tolerance: float) -> str:
     return f"{narrow}computed from each rank's shard alone?"
 
 
+@dataclass(frozen=True)
+class ComparedSteps:
+    """What differs after the steps, how large the difference of each parameter is, and what was allowed."""
+
+    differences: list[Mismatch]
+    errors: list[float]
+    rule: str
+
+
 @torch.no_grad()
 def compare_steps(
     sharded: ShardedModel, twin: nn.Module, gradients: Mapping[str, Tensor], build: Build
-) -> tuple[list[Mismatch], int, float, str]:
+) -> ComparedSteps:
     """Step a sharded model and its unsharded twin, which have the same values, with the same gradients, and
-    compare by how much each parameter has changed. Every rank calls it. Returns what differs, the number of
-    parameters, the largest difference, and the rule by which they were compared.
+    compare by how much each parameter has changed. Every rank calls it.
 
     Args:
         gradients: whole ones, of the first step; rank 0's count
@@ -92,15 +101,16 @@ def compare_steps(
         for optimizer in optimizers:
             optimizer.step()
     tolerances, rule = update_tolerances(twin, optimizers[1])
-    differences, largest, changed = list[Mismatch](), 0.0, False
+    compared, changed = ComparedSteps([], [], rule), False
     for name, p in parameters[1].items():
         update, tolerance = p.double() - before[name], tolerances.get(name, 0.0)
         found = full_tensor(parameters[0][name]).double() - before[name]
         error, scale = relative_error(found, update, rounding=rounding_of(before[name], tolerance))
-        largest, changed = max(largest, error), changed or bool(update.any())
+        compared.errors.append(error)
+        changed = changed or bool(update.any())
         if not error <= tolerance:
             looks = kind(update, [found], None, sharded.plan.mesh) or kind_of_update(error, tolerance)
-            differences.append(Mismatch("optimizer", f"update of {name}", error, scale, looks))
+            compared.differences.append(Mismatch("optimizer", f"update of {name}", error, scale, looks))
     if not changed:
         raise PlanError("check: the optimizer's steps changed no parameter: is its learning rate 0?")
-    return differences, len(before), largest, rule
+    return compared
