@@ -12,6 +12,7 @@ from meshwright.parallel.plan.schema import MeshPlan
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
 
 def assert_same(
@@ -26,6 +27,7 @@ def assert_same(
     device: str = "cpu",
     equal_rows: bool = False,
     tolerance: float = TOLERANCE,
+    optimizer: "Callable[[nn.Module, DeviceMesh | None], Optimizer] | None" = None,
 ) -> CheckReport:
     """Assert that a model trains the same as `shard` shards it as on one process, and return the report.
 
@@ -41,6 +43,7 @@ def assert_same(
         device: "cpu" (gloo) or "cuda" (NCCL)
         equal_rows: give all ranks equally many rows, for code that needs it
         tolerance: of a relative difference
+        optimizer: of the sharded model and the mesh, None on one process; its steps are compared too
 
     All functions and classes must be at the top of a module, because other processes import them. Raises
     AssertionError with the report, and PlanError if a process fails or no step changes a parameter.
@@ -48,7 +51,7 @@ def assert_same(
     if dp_replicate * dp_shard * cp * tp == 1:
         dp_shard = 2
     mesh = MeshPlan(dp_replicate, dp_shard, tp, cp)
-    subject = Subject(build, shard, mesh, loop, device=device, equal_rows=equal_rows)
+    subject = Subject(build, shard, mesh, loop, device=device, equal_rows=equal_rows, optimizer=optimizer)
     report = check_sharding(subject, tolerance)
     assert report.same, f"the sharded model does not train as on one process\n{report}"
     return report

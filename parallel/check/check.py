@@ -21,6 +21,7 @@ from meshwright.parallel.check.kinds import TOLERANCE, floor_of, relative_error
 from meshwright.parallel.check.processes import run_ranks
 from meshwright.parallel.check.report import CheckReport, Mismatch
 from meshwright.parallel.check.small_plan import compilable_on_cpu, cut_model, eager, not_run, small_plan
+from meshwright.parallel.check.updates import Build, compare_steps
 from meshwright.parallel.check.values import moved, whole_outputs, with_random_ids
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import Gradients, full_tensor
@@ -53,6 +54,7 @@ def check(
     loss: Loss | None = None,
     *,
     gradients: Gradients = "sum",
+    optimizer: Build | None = None,
 ) -> CheckReport:
     """Compare the model, sharded, recomputed and compiled as planned, with the unsharded one.
 
@@ -63,6 +65,9 @@ def check(
             batch
         loss: a function of the model's outputs and the example, to be told whether it is a sum or a mean
         gradients: as the training loop gives it to apply_plan
+        optimizer: function of a ShardedModel that returns its optimizer, as
+            `functools.partial(mw.optimizer, name="muon", lr=0.01)`, to compare two of its steps; for one
+            process it gets the unsharded model, with `mesh=None`
 
     The script that calls it needs `if __name__ == "__main__"`, because the processes import it. Raises
     PlanError for a model that is too large, or that cannot be sharded or compiled so.
@@ -82,7 +87,7 @@ def check(
             "model of the same classes and its plan"
         )
     narrow = small_plan(plan, cut, narrow=True)
-    job = small, cut, example, gradients, None if narrow == small else narrow
+    job = small, cut, example, gradients, None if narrow == small else narrow, optimizer
     found: dict[str, Any] = run_ranks(compare, small.mesh.world_size, job)[0]
     parts = found.pop("parts")
     found |= {
@@ -99,10 +104,12 @@ def compare(
     example: Example,
     gradients: Gradients = "sum",
     narrow: Plan | None = None,
+    optimizer: Build | None = None,
 ) -> dict[str, Any]:
     """Compare the unsharded model on each rank's part of the batch, with its gradients reduced over the
     data-parallel ranks, and the sharded one, eager and compiled. Every rank calls it, and all get what they
-    found together: the fields of a CheckReport after `blocks`. `narrow`: another plan, that must run."""
+    found together: the fields of a CheckReport after `blocks`. `narrow`: another plan, that must run;
+    `optimizer`: builds the one whose steps are compared."""
     import torch._inductor.config as inductor
 
     from meshwright.parallel.compile.stats import count_compiled_graphs
@@ -123,7 +130,7 @@ def compare(
                 f"the model runs in float32, but not in the plan's param_dtype: {refusal}: cast what its "
                 "forward adds or multiplies in another dtype, such as a buffer or an unsharded parameter"
             ) from refusal
-    differences, compared, largest = [], 0, 0.0
+    differences, compared, largest, hints = [], 0, 0.0, []
     expected: dict[str, Tensor] = {}
     for run, of_run in runs.items():
         sharded = _shard(model, of_run, mesh, values, gradients)
@@ -138,6 +145,12 @@ def compare(
             compared, largest = compared + 1, max(largest, error)
             if not error <= TOLERANCE:
                 differences.append(Mismatch(run, name, error, scale))
+        if optimizer is not None and run == "eager":
+            of_gradients = {name: t for name, t in expected.items() if not _is_output(name)}
+            twin = with_values(model, values)
+            found, count, error, rule = compare_steps(sharded, twin, of_gradients, optimizer)
+            differences, compared, largest = differences + found, compared + count, max(largest, error)
+            hints.append(rule)
     by_rank = gather_from_all((differences, largest))
     buffers = dict(unsharded.named_buffers())
     written = [n for n, b in buffers.items() if n in values and not torch.equal(b, values[n])]
@@ -146,6 +159,7 @@ def compare(
         "largest": max(of_rank for _, of_rank in by_rank),
         "differences": _worst(found for found, _ in by_rank),
         "graphs": count_compiled_graphs() - graphs_before,
+        "hints": tuple(hints),
         "parts": outputs_of_parts(unsharded, example),
         "not_run": [f"buffer {name}, which every rank writes for itself" for name in written],
     }
@@ -282,8 +296,10 @@ def _named(differences: Sequence[Mismatch], tp: int) -> Iterator[Mismatch]:
     outputs_differ = any(_is_output(each.name) for each in differences)
     only_compiled = not any(each.run == "eager" for each in differences)
     for each in differences:
-        kind = ""
-        if math.isfinite(each.scale):
+        kind = each.kind
+        if kind:
+            pass  # of an update
+        elif math.isfinite(each.scale):
             kind = f"{each.scale:.3g} times what it should be"
         elif only_compiled:
             kind = "only if compiled"

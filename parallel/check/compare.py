@@ -20,6 +20,7 @@ from meshwright.parallel.check.kinds import (
 )
 from meshwright.parallel.check.recorded import START, RankRecord, Seen, data_rank, groups_over
 from meshwright.parallel.check.report import CheckReport, Mismatch
+from meshwright.parallel.check.updates import kind_of_update, rounding_of
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import MeshPlan
 
@@ -49,7 +50,7 @@ class Comparison:
                     notes.append(found)
                     continue
                 compared, largest = compared + 1, max(largest, found.error)
-                if not found.error <= self.tolerance:
+                if not found.error <= self._tolerance(seen):
                     differences.append(found)
             if differences:
                 break
@@ -73,6 +74,8 @@ class Comparison:
             yield f"gradients are {factor:.3g} times the sum over data-parallel ranks and micro batches"
         if self.mesh.world_size > 1 and not self._slices and all(rank.whole for rank in self.ranks):
             yield "nothing is sharded: every rank holds every parameter whole"
+        if self.twin.rule:
+            yield self.twin.rule
         if differences and self.ranks[0].hint:
             yield self.ranks[0].hint
         if len(differences) > 1 and not any(each.kind for each in differences) and not self.twin.parts:
@@ -136,12 +139,17 @@ class Comparison:
             if tensor.shape != of_twin.shape:
                 shapes = f"shape {tuple(tensor.shape)}, of one process {tuple(of_twin.shape)}"
                 return _not_comparable(seen, shapes)
-        rounding = self._rounding(seen.name) if seen.what == "change" else 0.0
+        rounding = self._rounding(seen) if seen.what == "change" else 0.0
         pairs = zip(have, whole, strict=True)
         errors = [relative_error(t, e.float(), floor, rounding=rounding) for t, e in pairs]
         error, scale = max(errors, key=lambda pair: pair[0])
         mismatch = Mismatch(seen.moment, str(seen), error, scale)
-        return mismatch if error <= self.tolerance else replace(mismatch, kind=self._kind(seen, whole, have))
+        if error <= (tolerance := self._tolerance(seen)):
+            return mismatch
+        looks = self._kind(seen, whole, have)
+        if seen.what == "change" and self.twin.tolerances and not looks:
+            looks = kind_of_update(error, tolerance)
+        return replace(mismatch, kind=looks)
 
     def _kind(self, seen: Seen, expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
         apart = self.twin.tied.items() - self.ranks[0].tied.items()
@@ -166,10 +174,16 @@ class Comparison:
         """Whether ranks hold different parts of a tensor."""
         return any((rank, seen.name) in self._slices for rank in range(len(self.ranks)))
 
-    def _rounding(self, name: str) -> float:
+    def _tolerance(self, seen: Seen) -> float:
+        """Return the relative difference that is allowed: of a change that of its optimizer, if it is known,
+        and the caller's is not of a narrower dtype."""
+        tolerances = self.twin.tolerances if seen.what == "change" and self.tolerance <= TOLERANCE else {}
+        return tolerances.get(seen.name, self.tolerance)
+
+    def _rounding(self, seen: Seen) -> float:
         """Return the norm of what rounding makes of the values of a parameter."""
-        value = self.twin.tensors.get(Seen(START, "value", self.twin.tied.get(name, name)))
-        return 0.0 if value is None else 2**-22 * float(value.float().norm())
+        value = self.twin.tensors.get(Seen(START, "value", self.twin.tied.get(seen.name, seen.name)))
+        return 0.0 if value is None else rounding_of(value, self._tolerance(seen))
 
     def _of_each_data_rank(self, found: Sequence[Tensor]) -> bool:
         """Whether ranks that get the same rows have the same, and others have not."""

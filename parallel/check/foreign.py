@@ -2,7 +2,8 @@
 record, with the model as their function has sharded it, and their twin, one process with the unsharded model.
 
 Both get the same values, rows and random numbers. Without a loop of theirs a step is two micro batches of a
-random linear form of the outputs, in which every element of every output counts, and plain SGD. Each rank of
+random linear form of the outputs, in which every element of every output counts, and plain SGD, or an
+optimizer of theirs. Each rank of
 the data-parallel axes gets other rows, and other numbers of them; the twin runs the same micro batches one
 by one, and keeps the gradient of each, which is what tells a wrong reduction from another fault.
 """
@@ -35,6 +36,7 @@ from meshwright.parallel.check.processes import run_ranks
 from meshwright.parallel.check.recorded import START, RankRecord, Seen, data_rank
 from meshwright.parallel.check.report import CheckReport
 from meshwright.parallel.check.subject import MICRO_BATCHES, Subject, where
+from meshwright.parallel.check.updates import update_tolerances
 from meshwright.parallel.check.values import whole_outputs
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.fsdp import full_tensor, names_by_parameter
@@ -44,7 +46,6 @@ from meshwright.parallel.model.parts import call, some_rows
 
 STEPS = 2
 LOADED = ", loaded"  # ends the names of moments after a load
-LR = 1e-2  # of the step between two comparisons: large enough that what it changes is seen
 # parts of names of parameters that wrappers add
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -94,7 +95,7 @@ def record_rank(subject: Subject) -> RankRecord:
         model.eval()
         found.notes = ("dropout, of which ranks of tp and cp draw other random numbers",)
     own = own_rank(subject)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
+    optimizer = subject.new_optimizer(model, mesh)
     for step in range(STEPS):
         for number, part in enumerate(subject.batches(example, step)[own]):
             moment = _moment(step, number)
@@ -120,7 +121,10 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
         _record_loop(subject, found, model, example, None, ranks)
         return found
     model.train(not any(rank.notes for rank in ranks))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
+    optimizer = subject.new_optimizer(model, None)
+    if subject.optimizer is not None:
+        tolerances, found.rule = update_tolerances(model, optimizer)
+        found.tolerances = {clean(name): tolerance for name, tolerance in tolerances.items()}
     for step in range(STEPS):
         batches, parts = subject.batches(example, step), dict[str, Tensor]()
         trained = {name: p for name, p in named(model) if p.requires_grad and name not in found.tied}
@@ -147,6 +151,10 @@ def record_twin(subject: Subject, ranks: Sequence[RankRecord]) -> RankRecord:
             found.factor = common_factor(found, ranks, _moment(0, 0))
         for name in used:
             trained[name].grad = found.factor * parts[name].sum((0, 1))
+        if subject.optimizer is not None:  # with exactly what the ranks step with
+            for name, gradient in joined_gradients(found, ranks, moment).items():
+                if name in trained and gradient.shape == trained[name].shape:
+                    trained[name].grad = gradient.to(subject.device)
         optimizer.step()
         optimizer.zero_grad()
         look(found, f"after step {step + 1}", model)

@@ -42,6 +42,8 @@ class RankRecord:
         whole: whether the rank holds every parameter whole
         hint: what to look at first if something differs
         notes: what was not run so
+        tolerances: of the twin: of the changes of parameters by an optimizer of the caller's
+        rule: of the twin: that rule in words
         last: the values at the last look
     """
 
@@ -54,6 +56,8 @@ class RankRecord:
     whole: bool = True
     hint: str = ""
     notes: tuple[str, ...] = ()
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    rule: str = ""
     last: dict[str, Tensor] = field(default_factory=dict)
 
     def of(self, moment: str, what: str) -> dict[str, Tensor | None]:

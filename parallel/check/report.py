@@ -15,8 +15,9 @@ class Mismatch:
     """A tensor that the sharded model computes differently.
 
     Args:
-        run: eager or compiled; of somebody else's sharding the moment at which the tensor differs first
-        name: an output, or the parameter whose gradient it is
+        run: eager, compiled or optimizer; of somebody else's sharding the moment at which the tensor differs
+            first
+        name: an output, or the parameter whose gradient or update it is
         error: norm of the difference as a share of the norm
         scale: the factor by which the sharded tensor is too large, if it is otherwise right; else NaN
         kind: what the difference looks like; "" for nothing known
@@ -40,7 +41,7 @@ class CheckReport:
     Args:
         degrees: of the mesh that was checked
         blocks: those of the cut model
-        compared: outputs and gradients
+        compared: outputs, gradients and updates
         largest: the largest relative difference
         differences: those above the tolerance, outputs first
         graphs: compiled graphs; 0 if the plan does not compile

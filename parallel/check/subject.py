@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
+from meshwright.parallel.check.updates import unfused
 from meshwright.parallel.check.values import moved, with_random_ids
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.model.forward import Example, example_or_tokens
@@ -22,6 +23,7 @@ from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.schema import AXES, MeshPlan
 
 MICRO_BATCHES = 2
+LR = 1e-2  # of the step between two comparisons: large enough that what it changes is seen
 MOST_PARAMETERS = 50_000_000
 
 
@@ -48,6 +50,7 @@ class Subject:
         folder: for what the loop saves
         device: "cpu" or "cuda"
         equal_rows: whether each micro batch of each rank has as many rows
+        optimizer: of a model and a mesh, None on one process; None: SGD
     """
 
     build: Callable[[], Any]
@@ -57,6 +60,7 @@ class Subject:
     folder: Path = Path()
     device: str = "cpu"
     equal_rows: bool = False
+    optimizer: Callable[[nn.Module, DeviceMesh | None], torch.optim.Optimizer] | None = None
 
     def start(self) -> tuple[nn.Module, Example]:
         """Return the model with moved values, and enough rows of the example."""
@@ -112,6 +116,11 @@ class Subject:
             hint = nearest("step", dir(loop))
             raise PlanError(f"check: what {where(self.loop)} makes has no step(batches): add it.{hint}")
         return loop
+
+    def new_optimizer(self, model: nn.Module, mesh: DeviceMesh | None) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return unfused(self.optimizer(model, mesh))
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR, foreach=False)
 
     def rows(self) -> list[list[int]]:
         """Return the number of rows of each micro batch of each data-parallel rank."""

@@ -112,10 +112,11 @@ def test_a_right_sharding_passes_and_a_wrong_one_fails_a_test() -> None:
 
 
 def test_the_command_says_that_nothing_was_sharded(capsys: pytest.CaptureFixture[str]) -> None:
-    main([BUILD, f"{SHARDED}:ddp", "--json"])
+    main([BUILD, f"{SHARDED}:ddp", "--json", "--optimizer=muon"])
     found = json.loads(capsys.readouterr().out)
     assert found["same"]
     assert any("nothing is sharded" in hint for hint in found["hints"])
+    assert any("updates of Muon: to 1e-05" in hint for hint in found["hints"]), "of a model in a wrapper"
 
 
 def test_a_broken_tie_is_named() -> None:
@@ -170,10 +171,26 @@ def test_what_is_wrong_with_a_function_is_said_with_its_place(
         (BUILD, SHARDED),
         (BUILD, f"{SHARDED}:SHARDED"),
         (BUILD, f"{SHARDED}:ddp", "--tpp=2"),
+        (BUILD, "--optim.lr=1"),
+        (BUILD, "--optimizer=sgd"),
+        (BUILD, f"--optimizer={SHARDED.partition('=')[2]}:nowhere"),
+        (BUILD, f"{SHARDED}:ddp", f"--step={SHARDED.partition('=')[2]}:NoLoop", "--optimizer=adamw"),
         (BUILD, f"{SHARDED}:ddp", "--junit=nowhere/x.xml"),
         (BUILD, f"{SHARDED}:ddp", "--device=cuda", "--dp_shard=64"),
     ],
-    ids=["no sharding", "of a plan", "no name", "no function", "no option", "no folder", "no GPU"],
+    ids=[
+        "no sharding",
+        "of a plan",
+        "no name",
+        "no function",
+        "no option",
+        "no optimizer",
+        "unknown",
+        "no such",
+        "two",
+        "no folder",
+        "no GPU",
+    ],
 )
 def test_mistakes_are_refused_before_processes_start(arguments: tuple[str, ...], tmp_path: Path) -> None:
     old = tmp_path / "report.xml"  # of a check that passed

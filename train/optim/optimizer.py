@@ -190,7 +190,7 @@ class Several(torch.optim.Optimizer):
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self._parts = [*parts]
+        self.parts = [*parts]
         self._step_supports_amp_scaling = all(map(knows_scale, parts))
         for part in parts:
             self.state.update(part.state)
@@ -199,18 +199,18 @@ class Several(torch.optim.Optimizer):
     def _share(self) -> None:
         """Make groups and state those of the parts too, which may have been replaced by loaded ones."""
         groups = iter(self.param_groups)
-        for part in self._parts:
+        for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if hasattr(self, "_parts"):
+        if hasattr(self, "parts"):
             self._share()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Do the step of each. `grad_scale` and `found_inf` are for all of them."""
-        for part in self._parts:
+        for part in self.parts:
             for name in ("grad_scale", "found_inf"):
                 setattr(part, name, getattr(self, name, None))
             part.step()

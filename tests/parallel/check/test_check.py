@@ -1,6 +1,7 @@
 """The check finds what a sharded model computes differently, and says what it smells of."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from meshwright.parallel.check.report import CheckReport
 from meshwright.parallel.check.small_plan import not_run, small_plan
 from meshwright.parallel.check.values import with_random_ids
 from meshwright.parallel.model.parts import kind_of_loss, outputs_of_parts
+from tests.support.checks import momentum_lost, other_bits, per_shard
 from tests.support.factories import Positioned, rooted
 from tests.support.worlds import run_ranks
 from tests.support.zoo import MADE, linears
@@ -206,6 +208,22 @@ def padded() -> MADE:
     return nn.Sequential(nn.Embedding(8, 8, padding_idx=3), blocks), {"input": torch.arange(8).expand(4, 8)}
 
 
+RIGHT = (("muon", "fsdp"), ("muon", "hsdp"), ("muon", "tp"), ("adamw", "tp"))
+
+
+def compare_optimizers(made: MADE) -> dict[Any, Any]:
+    """Compare optimizers' steps: right ones on three meshes, wrong ones with FSDP."""
+    plans = {"fsdp": plan_of(made), "hsdp": plan_of(made, dp_replicate=2, dp_shard=1), "tp": split(made)}
+    found = {}
+    for name, mesh in RIGHT:
+        build = partial(mw.optimizer, name=name, lr=1e-2)
+        found[name, mesh] = compare(plans[mesh], *made, optimizer=build)
+    for build in (per_shard, momentum_lost, other_bits):
+        of_sharded = partial(lambda build, sharded: build(sharded.model, sharded.mesh), build)
+        found[build.__name__] = compare(plans["fsdp"], *made, optimizer=of_sharded)
+    return found
+
+
 def compare_on_ranks() -> dict[str, Any]:
     made, off, table, of_ids = stack(), off_on_one_rank(), with_table(), padded()
     of_root = rooted(), {"ids": torch.arange(48).view(8, 6)}
@@ -233,6 +251,7 @@ def compare_on_ranks() -> dict[str, Any]:
         for gradients in ("sum", "mean_of_ranks"):
             key = (type(tokens[0]).__name__, gradients)
             found[key] = compare(plan, *tokens, gradients=gradients)
+    found["optimizers"] = compare_optimizers(made)
     found["buffers"] = compare(plan_of(table), *table)
     tensor_parallel._with_bias = lambda module, y, partial=False: y  # type: ignore[assignment]
     found["bias"] = compare(split(made), *made)
@@ -280,6 +299,28 @@ def test_context_parallelism_is_run_on_random_ids(gradients: str, results: list[
     """Equal ids would hide the shift."""
     assert results[0]["Positioned", gradients]["differences"] == []
     assert "output 0" in {each.name for each in results[0]["Shifted", gradients]["differences"]}
+
+
+@pytest.mark.parametrize(("name", "mesh"), RIGHT)
+def test_an_optimizer_steps_the_same(name: str, mesh: str, results: list[dict[str, Any]]) -> None:
+    found = results[0]["optimizers"][name, mesh]
+    assert found["differences"] == []
+    assert found["compared"] == results[0]["recomputed"]["compared"] + len([*stack()[0].parameters()])
+    assert "AdamW, not fused: bitwise" in found["hints"][0]
+    assert ("Muon: to 1e-05" in found["hints"][0]) == (name == "muon")
+
+
+@pytest.mark.parametrize("fault", ["per_shard", "momentum_lost", "other_bits"])
+def test_an_optimizer_that_computes_otherwise_on_a_mesh_is_found(
+    fault: str, results: list[dict[str, Any]]
+) -> None:
+    differences = results[0]["optimizers"][fault]["differences"]
+    assert {each.run for each in differences} == {"optimizer"}
+    names = {each.name for each in differences}
+    assert {f"update of blocks.{i}.up.weight" for i in range(2)} <= names
+    assert ("update of blocks.0.up.bias" in names) == (fault != "per_shard")
+    says = "shard alone" if fault == "per_shard" else "not bitwise"
+    assert any(says in each.kind for each in differences)
 
 
 def test_a_buffer_that_the_forward_writes_is_named(results: list[dict[str, Any]]) -> None:

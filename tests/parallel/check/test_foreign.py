@@ -2,6 +2,7 @@
 optimizer hides, outputs that are gone, buffers, an evaluation; and right loops in which rounding is all there
 is of a gradient."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from meshwright.parallel.check.report import CheckReport
 from meshwright.parallel.check.subject import MOST_PARAMETERS, Subject
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.schema import MeshPlan
-from tests.support.checks import reports_of
+from tests.support.checks import other_bits, per_shard, reports_of
 
 
 class Net(nn.Module):
@@ -158,10 +159,23 @@ CASES: dict[str, tuple[Callable[..., Any], type[Loop] | None, str]] = {
 }
 
 
+def adamw(model: nn.Module, mesh: DeviceMesh | None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+
+
+OPTIMIZERS: dict[Callable[..., torch.optim.Optimizer], str] = {
+    adamw: "",
+    per_shard: "after step 1: change of second.weight is off by .*: computed from each rank's shard alone",
+    other_bits: "after step 1: change of .*: not bitwise the same",
+}
+
+
 def subjects(folder: Path) -> Iterator[tuple[str, Subject]]:
     for name, (sharding, loop, _) in CASES.items():
         (folder / name).mkdir(exist_ok=True)
         yield name, Subject(build, sharding, MeshPlan(1, 2, 1), loop, folder / name)
+    for optimizer in OPTIMIZERS:
+        yield optimizer.__name__, Subject(build, shard, MeshPlan(1, 2, 1), optimizer=optimizer)
     (folder / "masters").mkdir(exist_ok=True)
     yield "masters", Subject(build, shard, MeshPlan(1, 2, 1), Masters, folder / "masters")
 
@@ -176,6 +190,16 @@ def test_what_is_wrong_is_said_first(name: str, reports: dict[str, CheckReport])
     report, says = reports[name], CASES[name][2]
     assert report.same == (not says), str(report)
     assert says in str(report)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
+def test_an_optimizer_that_computes_otherwise_on_a_mesh_is_found(
+    optimizer: Callable[..., torch.optim.Optimizer], reports: dict[str, CheckReport]
+) -> None:
+    report, says = reports[optimizer.__name__], OPTIMIZERS[optimizer]
+    assert report.same == (not says), str(report)
+    assert re.search(says, str(report))
+    assert any(each.startswith("updates of ") for each in report.hints)
 
 
 def test_what_could_not_be_compared_is_said(reports: dict[str, CheckReport]) -> None:
