@@ -3,7 +3,8 @@
 import copy
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,22 @@ def where(function: Callable[..., Any]) -> str:
         )
     except (AttributeError, TypeError, OSError):  # as of a partial
         return repr(function)
+
+
+@contextmanager
+def _sums_on_gloo(device: str) -> Iterator[None]:
+    """Let a divide factor that FSDP2 is given divide sums on a CPU: gloo has no PREMUL_SUM."""
+    give = FSDPModule.set_gradient_divide_factor
+
+    def of_sums(module: FSDPModule, factor: float) -> None:
+        module.set_force_sum_reduction_for_comms(device == "cpu")
+        give(module, factor)
+
+    FSDPModule.set_gradient_divide_factor = of_sums  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPModule.set_gradient_divide_factor = give  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -96,7 +113,8 @@ class Subject:
         return init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def sharded(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        found = self.shard(model, mesh)
+        with _sums_on_gloo(self.device):
+            found = self.shard(model, mesh)
         if not isinstance(found, nn.Module | None):
             raise PlanError(
                 f"check: {where(self.shard)} returned {type(found).__name__}, not a model or None"
@@ -104,9 +122,6 @@ class Subject:
         model = model if found is None else found
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise PlanError("check: FSDP1 has no whole parameters to compare: use torch's fully_shard")
-        for module in model.modules():
-            if self.device == "cpu" and isinstance(module, FSDPModule):  # gloo has no PREMUL_SUM
-                module.set_force_sum_reduction_for_comms(True)
         return model.train()
 
     def new_loop(self, model: nn.Module, mesh: DeviceMesh | None) -> Any:

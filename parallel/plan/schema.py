@@ -74,8 +74,10 @@ class ModelUnits:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The modules that support activation checkpointing, in the order of `modules`."""
-        return tuple(name for name in self.modules if name in self.checkpointed)
+        """The modules that support activation checkpointing, in the order of `modules`, which have not those
+        of which every rank keeps all parameters whole."""
+        places = {name: place for place, name in enumerate(self.modules)}
+        return tuple(sorted(self.checkpointed, key=lambda name: (places.get(name, len(places)), name)))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,11 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
                     f"{names[parameter]}: only tensors and numbers can be saved"
                 )
             if value is not None:
+                _refuse_local(optimizer, names[parameter], key, parameter, value)
                 tensors[f"optim.{names[parameter]}.{key}"] = value
+    tensors |= {
+        name: torch.tensor(group[key], dtype=torch.float64) for name, group, key in _numbers(optimizer)
+    }
     dtypes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
     if unknown := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in DTYPES]:
         raise SaveError(
@@ -88,6 +92,33 @@ def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Map
         for key, value in state.items():
             if isinstance(value, int | float):
                 state[key] = type(value)(tensors[f"optim.{names[parameter]}.{key}"].item())
+    for name, group, key in _numbers(optimizer):
+        group[key] = type(group[key])(tensors[name].item())
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the numbers that an optimizer of the user's keeps in its groups, each with its name, group and
+    key; not those that the config gives."""
+    if not getattr(optimizer, "saves_numbers", False):
+        return
+    for place, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and key not in ("lr", "lr_factor", "weight_decay"):
+                yield f"optim.groups.{place}.{key}", group, key
+
+
+def _refuse_local(
+    optimizer: torch.optim.Optimizer, name: str, key: str, parameter: Tensor, value: Tensor
+) -> None:
+    """Raise SaveError for the state of a shard that does not say which part of the whole it is."""
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return
+    if value.shape == local_part(parameter).shape != parameter.shape:
+        raise SaveError(
+            f"{type(optimizer).__name__} keeps for {name} a tensor of this rank's shard, {key}, that is no "
+            "DTensor, so that no other mesh could load it: make it by torch.zeros_like(parameter)"
+        )
 
 
 def code_versions() -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import fnmatch
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -98,7 +100,8 @@ def _as_told(name: str, found: ParameterKind, rule: GroupConfig) -> ParameterKin
 
 
 def describe_groups(groups: Sequence[UpdateGroup], config: OptimConfig) -> str:
-    """Return a table of the groups: what updates which kinds of parameters, and with which numbers."""
+    """Return a table of the groups: what updates which kinds of parameters, and with which numbers; and what
+    their names alone would not tell: matrices that are stored together, and weights of no known kind."""
     head = ("optimizer", "kinds", "tensors", "parameters", "lr", "weight decay")
     rows = []
     for group in groups:
@@ -106,4 +109,11 @@ def describe_groups(groups: Sequence[UpdateGroup], config: OptimConfig) -> str:
         sizes = (f"{len(group.kinds)}", f"{group.parameters:,}")
         name = config.name if group.by == "yours" else group.by
         rows.append((name, kinds, *sizes, f"{group.lr:g}", f"{group.weight_decay:g}"))
-    return format_table(head, rows)
+    notes = dict[str, None]()
+    for name, kind in ((name, kind) for group in groups for name, kind in group.kinds.items()):
+        pattern = re.sub(r"\b\d+\b", "*", name)
+        if config.name == "muon" and (kind.kind == "other" or kind.parts):
+            runs = [(size, len([*alike])) for size, alike in itertools.groupby(kind.parts)]
+            parts = " + ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in runs)
+            notes[f"{pattern}: {f'matrices of {parts} outputs' if parts else 'of no known kind'}"] = None
+    return "\n".join([format_table(head, rows), *notes])

@@ -1,5 +1,6 @@
 """The optimizer of a config, and its learning-rate schedule."""
 
+import inspect
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.errors import place_of
+from meshwright.parallel.errors import first_of, place_of
 from meshwright.parallel.model.kinds import kinds_of
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.parallel.structure import convert_fields
@@ -82,8 +83,13 @@ def build_optimizer(
     kinds = kinds_of(model, blocks, config.muon.per_head)
     groups = make_groups({name: kinds[name] for name in named}, config)
     if ":" in config.name:
-        return _of_user(config.name, [_of_one_kind(group, named, config) for group in groups])
+        return _of_user(config.name, [_of_one_kind(group, named, config) for group in groups], named)
     by_muon = [group for group in groups if group.by == "muon"]
+    if config.name == "muon" and not by_muon:
+        raise ConfigError(
+            "optim.name=muon: no trained parameter is a matrix inside a block: name the blocks "
+            "(model.blocks), or matrices by optim.groups, or use adamw"
+        )
     others = [_torch_group(group, named, config) for group in groups if group.by == "adamw"]
     parts = [_adamw(others, named, config, seed)] if others else []
     if by_muon:
@@ -106,10 +112,6 @@ def optimizer(
     config = OptimConfig(name=name, muon=MuonConfig(**(muon or {})), **keys)
     convert_fields(config, "optim")
     allow([name])
-    if name == "muon" and not sharded.plan.blocks:
-        raise ConfigError(
-            "optim.name=muon: the plan names no blocks, whose matrices Muon updates: make a new plan"
-        )
     return build_optimizer(sharded.model, config, blocks=sharded.plan.blocks, mesh=sharded.mesh)
 
 
@@ -171,8 +173,8 @@ def _of_one_kind(group: UpdateGroup, named: Mapping[str, Tensor], config: OptimC
     return _torch_group(group, named, config) | {"kind": kind}
 
 
-def _of_user(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return what a function of the user's makes of parameter groups."""
+def _of_user(name: str, groups: list[dict[str, Any]], named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    """Return what a function of the user's makes of the groups of all these parameters."""
     function = find("optim.name", name)
     try:
         optimizer = function(groups)
@@ -182,7 +184,24 @@ def _of_user(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         raise ConfigError(
             f"optim.name={name} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
+    updated = {p for group in optimizer.param_groups for p in group["params"]}
+    if left_out := [each for each, p in named.items() if p not in updated]:
+        raise ConfigError(
+            f"optim.name={name}: {type(optimizer).__name__} has not all that is trained: "
+            f"{first_of(left_out)}: give it all groups, or exclude these by train.freeze"
+        )
+    if _needs_closure(optimizer):
+        raise ConfigError(
+            f"optim.name={name}: {type(optimizer).__name__} computes the loss several times in a step, which "
+            "train.main does once: use it in a loop of your own"
+        )
+    optimizer.saves_numbers = True  # type: ignore[attr-defined]  # of its groups too (training_tensors)
     return optimizer
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class Several(torch.optim.Optimizer):
