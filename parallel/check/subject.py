@@ -47,7 +47,7 @@ def _sums_on_gloo(device: str) -> Iterator[None]:
         module.set_force_sum_reduction_for_comms(device == "cpu")
         give(module, factor)
 
-    FSDPModule.set_gradient_divide_factor = of_sums  # type: ignore[method-assign]
+    FSDPModule.set_gradient_divide_factor = of_sums  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -30,6 +30,7 @@ HALVES = ("gate_up_proj", "gate_up", "input_linear", "Wi", "w13", "w12")
 # keys of a model's config
 HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+WIDTH = ("hidden_size",)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 IN_GROUPS = ("codegen",)  # types of models whose queries, values and keys are stored in groups of heads
 
@@ -145,7 +146,8 @@ def _stored_together(
     module = model.get_submodule(".".join(path[:-1]))
     stored = path[-1] if path[-1] != "weight" else path[-2]
     config = _config_above(model, path, HEADS)
-    transposed = _is_transposed(module, stored, shape, config)
+    width = _number(_config_above(model, path, WIDTH), WIDTH)
+    transposed = _is_transposed(module, stored, shape, width)
     dim = len(shape) - 1 if transposed else len(shape) - 2
     size, inputs = shape[dim], shape[-2 if transposed else -1]
     if not getattr(module, "is_concatenated", True):
@@ -170,12 +172,12 @@ def _stored_together(
     return dim, (inputs,) * 3 if stored in QKV and size == 3 * inputs else ()
 
 
-def _is_transposed(module: nn.Module, stored: str, shape: tuple[int, ...], config: Any) -> bool:
+def _is_transposed(module: nn.Module, stored: str, shape: tuple[int, ...], width: int) -> bool:
     """Whether a weight is inputs x outputs, as GPT-2's linears and some experts in transformers are: they say
     so, or else the width of the model is on that side (Llama 4)."""
     if len(shape) == 3 and not hasattr(module, "is_transposed"):
         inner, outer = (-2, -1) if stored in HALVES else (-1, -2)  # the second gives the model's width
-        return shape[inner] == _number(config, ("hidden_size",)) != shape[outer]
+        return shape[inner] == width != shape[outer]
     return _is_conv1d(module) or bool(getattr(module, "is_transposed", False))
 
 

@@ -58,9 +58,8 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
             if value is not None:
                 _refuse_local(optimizer, names[parameter], key, parameter, value)
                 tensors[f"optim.{names[parameter]}.{key}"] = value
-    tensors |= {
-        name: torch.tensor(group[key], dtype=torch.float64) for name, group, key in _numbers(optimizer)
-    }
+    for name, group, key in _numbers(optimizer):
+        tensors[name] = torch.tensor(group[key], dtype=torch.float64)
     dtypes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
     if unknown := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in DTYPES]:
         raise SaveError(

@@ -101,3 +101,46 @@ def test_matrices_are_regions_of_their_parameter() -> None:
     experts = ParameterKind("matrix", (2, 6, 3), dim=1, parts=(3, 3))
     assert experts.matrices == [((e, start, 0), (1, 3, 3)) for e in range(2) for start in (0, 3)]
     assert ParameterKind("head", (5, 6)).matrices == []
+
+
+def block_of(config: dict[str, object], **modules: nn.Module) -> nn.Module:
+    """A model of one block, whose config is that of the block."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleDict(modules)])
+    model.layers[0].config = SimpleNamespace(**config)
+    return model
+
+
+class Stacked(nn.Module):
+    """Experts of 6 inputs x outputs, that do not say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.ones(3, 6, 16))
+        self.down_proj = nn.Parameter(torch.ones(3, 8, 6))
+
+
+def test_the_nearest_config_says_how_many_heads_and_experts_there_are_and_which_side_is_the_width() -> None:
+    fused = {"query_key_value": nn.Linear(12, 18, bias=False)}
+    falcon = {"num_attention_heads": 4, "num_kv_heads": 4, "multi_query": True}
+    grouped = {"num_attention_heads": 4, "num_kv_heads": 1, "new_decoder_architecture": True} | {
+        "multi_query": True
+    }
+    for config in (falcon, grouped):
+        assert [*of(block_of(config, **fused), ["layers.0"]).values()] == ["matrix [3, 3, 3, 3, 3, 3]"]
+    codegen = block_of(
+        {"num_attention_heads": 2, "model_type": "codegen"}, qkv_proj=nn.Linear(8, 24, bias=False)
+    )
+    assert [*of(codegen, ["layers.0"]).values()] == ["matrix"]
+    experts = kinds_of(block_of({"hidden_size": 6}, experts=Stacked()), ["layers.0"])
+    assert {name.rpartition(".")[2]: (k.dim, k.parts) for name, k in experts.items()} == {
+        "gate_up_proj": (2, (8, 8)),
+        "down_proj": (2, ()),
+    }
+    router = nn.ModuleDict({"layer": nn.Linear(8, 5, bias=False)})
+    assert [*of(block_of({"num_local_experts": 5}, router=router), ["layers.0"]).values()] == ["router"]
+
+
+def test_a_linear_that_is_a_block_itself_is_a_head() -> None:
+    heads = nn.ModuleList(nn.Linear(4, 9, bias=False) for _ in range(2))
+    assert set(of(heads, ["0", "1"]).values()) == {"head"}

@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
+from meshwright.train.checkpoint.shards import set_numbers, training_tensors
 from meshwright.train.config import GroupConfig, MuonConfig, OptimConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.optim.optimizer import (
@@ -17,6 +19,7 @@ from meshwright.train.optim.optimizer import (
     learning_rate,
     set_learning_rate,
 )
+from meshwright.train.user_code import allow
 
 CONFIG = OptimConfig(lr=1e-2, warmup_steps=10, schedule="cosine", min_lr_ratio=0.1, decay_ratio=0.2)
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
@@ -209,3 +212,55 @@ def test_several_optimizers_go_on_as_one_after_loading_the_state_of_all() -> Non
     again.step()
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def of_all(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, momentum=0.5)
+
+
+def of_one_group(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups[:1])
+
+
+def of_several_losses(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([p for group in groups for p in group["params"]])
+
+
+def of_no_kind(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return groups
+
+
+def raising(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, momentum=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (of_one_group, "has not all"),
+        (of_several_losses, "a loop of your own"),
+        (of_no_kind, "returned list"),
+        (raising, rf"Invalid momentum.*{__name__.rpartition('.')[2]}\.py:\d+"),
+    ],
+)
+def test_a_function_that_makes_no_optimizer_of_all_parameters_is_refused(function: Any, said: str) -> None:
+    allow([name := f"{__name__}:{function.__name__}"])
+    with pytest.raises(ConfigError, match=said):
+        build_optimizer(Llama(MODEL), OptimConfig(name=name))
+
+
+def test_a_function_gets_groups_of_one_kind_and_numbers_of_its_groups_are_saved() -> None:
+    allow([name := f"{__name__}:of_all"])
+    model = Llama(MODEL)
+    optimizer = build_optimizer(model, OptimConfig(name=name), blocks=BLOCKS)
+    assert {group["kind"] for group in optimizer.param_groups} == {"matrix", "head", "embedding", "vector"}
+    optimizer.param_groups[1]["momentum"] = 0.25  # as one that adapts it
+    saved = training_tensors(model, optimizer)
+    optimizer.param_groups[1]["momentum"] = 0.5
+    set_numbers(model, optimizer, saved)
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.5, 0.25, 0.5, 0.5]
+
+
+def test_muon_without_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no trained parameter is a matrix inside a block"):
+        build_optimizer(Llama(MODEL), MUON)
