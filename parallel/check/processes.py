@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 
 from meshwright.parallel.errors import PlanError, one_line, place_of
 
+NO_PREMUL = ": beside set_gradient_divide_factor call set_force_sum_reduction_for_comms(True), which divides without it"
 LIMIT = timedelta(minutes=5)  # for a collective, in which ranks wait for one that does not call it
 
 
@@ -117,6 +118,7 @@ def _run_rank(rank: int, ranks: int, folder: str, device: str) -> None:
     except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, PlanError) else f"{type(error).__name__}: "
         closed = "Connection closed" in str(error) or "Timed out" in str(error)
-        result = RankFailure(f"{kind}{str(error).removeprefix('check: ')}{place_of(error)}", closed)
+        said = str(error).removeprefix("check: ")
+        result = RankFailure(f"{kind}{said}{place_of(error)}{NO_PREMUL if 'PREMUL' in said else ''}", closed)
     torch.save(result, f"{folder}/{rank}.pt")
     os._exit(0)  # other ranks may still wait for one that failed

@@ -3,8 +3,7 @@
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from meshwright.parallel.check.updates import unfused
@@ -36,22 +34,6 @@ def where(function: Callable[..., Any]) -> str:
         )
     except (AttributeError, TypeError, OSError):  # as of a partial
         return repr(function)
-
-
-@contextmanager
-def _sums_on_gloo(device: str) -> Iterator[None]:
-    """Let a divide factor that FSDP2 is given divide sums on a CPU: gloo has no PREMUL_SUM."""
-    give = FSDPModule.set_gradient_divide_factor
-
-    def of_sums(module: FSDPModule, factor: float) -> None:
-        module.set_force_sum_reduction_for_comms(device == "cpu")
-        give(module, factor)
-
-    FSDPModule.set_gradient_divide_factor = of_sums  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        FSDPModule.set_gradient_divide_factor = give  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -113,8 +95,7 @@ class Subject:
         return init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def sharded(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        with _sums_on_gloo(self.device):
-            found = self.shard(model, mesh)
+        found = self.shard(model, mesh)
         if not isinstance(found, nn.Module | None):
             raise PlanError(
                 f"check: {where(self.shard)} returned {type(found).__name__}, not a model or None"

@@ -48,6 +48,7 @@ def shard(model: Net, mesh: DeviceMesh) -> None:
 
 def undivided(model: Net, mesh: DeviceMesh) -> None:
     shard(model, mesh)
+    model.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     model.set_gradient_divide_factor(1.0)
 
 
