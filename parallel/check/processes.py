@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 
 from meshwright.parallel.errors import PlanError, one_line, place_of
 
-NO_PREMUL = ": beside set_gradient_divide_factor call set_force_sum_reduction_for_comms(True), which divides without it"
+NO_PREMUL = ": call set_force_sum_reduction_for_comms(True) before, as gloo has no such reduction"
 LIMIT = timedelta(minutes=5)  # for a collective, in which ranks wait for one that does not call it
 
 
