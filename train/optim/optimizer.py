@@ -18,7 +18,6 @@ from meshwright.train.checkpoint.shards import dtype_name
 from meshwright.train.config import MuonConfig, OptimConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.optim.groups import UpdateGroup, make_groups
-from meshwright.train.optim.muon import Muon, Owned
 from meshwright.train.user_code import allow, find
 
 
@@ -151,7 +150,9 @@ def _muon(
     config: OptimConfig,
     blocks: Sequence[str],
     mesh: DeviceMesh | None,
-) -> Muon:
+) -> torch.optim.Optimizer:
+    from meshwright.train.optim.muon import Muon, Owned  # late: few need it
+
     kinds = {name: kind for group in groups for name, kind in group.kinds.items()}
     ours = {name: p for name, p in named.items() if name in kinds}
     if narrow := [name for name, p in ours.items() if p.dtype != torch.float32]:
