@@ -13,7 +13,7 @@ from meshwright.parallel.config import Kind
 from meshwright.parallel.model.kinds import ParameterKind
 from meshwright.parallel.plan.rules import nearest
 from meshwright.parallel.plan.serialize import format_table
-from meshwright.train.config import GroupConfig, OptimConfig
+from meshwright.train.config import GroupConfig, MuonConfig, OptimConfig
 from meshwright.train.errors import ConfigError
 
 By = Literal["muon", "adamw", "yours"]
@@ -66,9 +66,13 @@ def make_groups(kinds: Mapping[str, ParameterKind], config: OptimConfig) -> list
 
 
 def _rule(name: str, config: OptimConfig) -> GroupConfig:
-    """Return what `optim.groups` says of a parameter: of several patterns that match, the last one."""
-    matching = [rule for pattern, rule in config.groups.items() if fnmatch.fnmatchcase(name, pattern)]
-    return matching[-1] if matching else GroupConfig()
+    """Return what `optim.groups` says of a parameter: each value by the last pattern that has one."""
+    found = GroupConfig()
+    for pattern, rule in config.groups.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            said = {key: value for key, value in vars(rule).items() if value not in (None, ())}
+            found = dataclasses.replace(found, **said)
+    return found
 
 
 def _check_patterns(kinds: Mapping[str, ParameterKind], config: OptimConfig) -> None:
@@ -91,10 +95,12 @@ def _as_told(name: str, found: ParameterKind, rule: GroupConfig) -> ParameterKin
     if kind == found.kind and not rule.parts:
         return found
     dim = found.dim if found.kind == "matrix" else len(found.shape) - 2
-    if rule.parts and (kind != "matrix" or sum(rule.parts) != found.shape[dim]):
+    if rule.parts and kind != "matrix":
+        raise ConfigError(f"optim.groups: parts of {name}, whose kind is {kind}: only a matrix has parts")
+    if rule.parts and sum(rule.parts) != found.shape[dim]:
         raise ConfigError(
-            f"optim.groups: parts={list(rule.parts)} of {name}, a {kind} of {list(found.shape)}, must "
-            f"be sizes of matrices that are stored together, which add up to {found.shape[dim]}"
+            f"optim.groups: parts={list(rule.parts)} of {name}, which is {list(found.shape)}, must be sizes "
+            f"of matrices that are stored together, which add up to {found.shape[dim]}"
         )
     return dataclasses.replace(found, kind=kind, dim=max(dim, 0), parts=rule.parts or found.parts)
 
@@ -116,4 +122,6 @@ def describe_groups(groups: Sequence[UpdateGroup], config: OptimConfig) -> str:
             runs = [(size, len([*alike])) for size, alike in itertools.groupby(kind.parts)]
             parts = " + ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in runs)
             notes[f"{pattern}: {f'matrices of {parts} outputs' if parts else 'of no known kind'}"] = None
+    if config.name != "muon" and config.muon != MuonConfig():
+        notes["optim.muon is not used: it is of optim.name=muon"] = None
     return "\n".join([format_table(head, rows), *notes])

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.errors import first_of, place_of
+from meshwright.parallel.errors import PlanError, first_of, place_of
 from meshwright.parallel.model.kinds import kinds_of
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.parallel.structure import convert_fields
 from meshwright.train.checkpoint.shards import dtype_name
-from meshwright.train.config import MuonConfig, OptimConfig
+from meshwright.train.config import GroupConfig, MuonConfig, OptimConfig
 from meshwright.train.errors import ConfigError
 from meshwright.train.optim.groups import UpdateGroup, make_groups
 from meshwright.train.user_code import allow, find
@@ -97,19 +97,30 @@ def build_optimizer(
 
 
 def optimizer(
-    sharded: ShardedModel, name: str = "adamw", *, muon: Mapping[str, Any] | None = None, **keys: Any
+    sharded: ShardedModel,
+    name: str = "adamw",
+    *,
+    muon: Mapping[str, Any] | None = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    **keys: Any,
 ) -> torch.optim.Optimizer:
     """Return an optimizer of a sharded model for a loop of one's own, the same on every mesh.
 
     Args:
         name: as the key optim.name (docs/optimizers.md)
-        muon, keys: values of the keys optim.muon.* and optim.*, such as lr, betas, weight_decay, groups. A
-            schedule is the loop's business: `lr` is the rate until it sets another
+        muon: values of the keys optim.muon.*, such as {"per_head": True}
+        groups: as the key optim.groups, such as {"layers.0.*": {"lr": 1e-4}}
+        keys: of optim.*, such as lr, betas, weight_decay. A schedule is the loop's business: `lr` is the rate
+            until it sets another
 
     Raises ConfigError for values that cannot be used.
     """
-    config = OptimConfig(name=name, muon=MuonConfig(**(muon or {})), **keys)
-    convert_fields(config, "optim")
+    try:
+        rules = {pattern: GroupConfig(**rule) for pattern, rule in (groups or {}).items()}
+        config = OptimConfig(name=name, muon=MuonConfig(**(muon or {})), groups=rules, **keys)
+        convert_fields(config, "optim")
+    except (TypeError, ValueError, PlanError) as error:
+        raise ConfigError(f"mw.optimizer: {error}") from error
     allow([name])
     return build_optimizer(sharded.model, config, blocks=sharded.plan.blocks, mesh=sharded.mesh)
 

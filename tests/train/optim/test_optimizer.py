@@ -166,7 +166,8 @@ def test_kinds_and_patterns_have_rates_and_decays_of_their_own_which_follow_the_
     found = {names[p]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     assert found["layers.0.attention.wk.weight"] == (0.005, 0.2)
     assert found["layers.0.attention.wq.weight"] == (pytest.approx(0.01), 0.0)
-    assert found["layers.1.attention.wq.weight"] == (pytest.approx(0.0005), 0.2)  # the last pattern holds
+    assert found["layers.1.attention.wq.weight"] == (pytest.approx(0.01), 0.0)  # by both patterns
+    assert found["layers.1.attention.wk.weight"] == (pytest.approx(0.0005), 0.2)
     assert found["head.output.weight"] == (pytest.approx(0.0005), 0.2)
     assert found["tok_embeddings.weight"] == (pytest.approx(0.0005), 0.0)
     orthogonalised = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
