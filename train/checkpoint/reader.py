@@ -269,7 +269,7 @@ def refuse_different(
     if different:
         raise CheckpointError(
             f"{checkpoint} was saved with other tensors: {first_of(different, '; ')}. Use the config it was "
-            "saved with (its config.yaml; the dtypes are optim.state_dtype and parallel.storage_dtype; Muon's "
-            "matrices depend on optim.groups and model.blocks), or another run.dir, with "
+            "saved with (its config.yaml; the dtypes are optim.state_dtype and parallel.storage_dtype; "
+            "Muon's matrices depend on optim.groups and model.blocks), or another run.dir, with "
             "checkpoint.init_from for its weights"
         )
