@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.memory_breakdown import GIB
-from meshwright.parallel.plan.serialize import plan_to_dict, plan_to_table
+from meshwright.parallel.plan.serialize import plan_to_dict
 from meshwright.tools.cli import format_table
 from meshwright.tools.dryrun import log
 from meshwright.tools.dryrun.launches import LIBRARIES, KernelLaunch, read_recorded_step
 from meshwright.tools.dryrun.log import MEMORY_FILE, WAITS_FILE, Call, steady_step, stream_numbers
 from meshwright.tools.plan.report import PlanReport
 from meshwright.tools.simulate import total_by_axis, totals_table
+from meshwright.train.training import describe_plan
 
 FIRST = 24  # kernels shown without --all
 H100_GIB = 79.19
@@ -126,7 +127,7 @@ def as_text(run: Row, report: PlanReport, first: int | None) -> str:
     plan, document = report.plan, make_document(run, report)
     parts = [
         f"rank 0 of {plan.mesh.world_size} on a fake H100, one optimizer step after the first two",
-        plan_to_table(plan),
+        describe_plan(report.job, plan),
         *(["\n".join(["why:", *(f"- {sentence}" for sentence in report.reasons)])] if report.reasons else []),
         format_table(("in a step", "", ""), _count_rows(run)),
         format_table(("memory, GiB", "dry run", "predicted", "difference"), _memory_rows(document)),
