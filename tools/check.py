@@ -141,6 +141,7 @@ def of_plan(options: argparse.Namespace, keys: Sequence[str]) -> CheckReport:
 
 
 def of_sharded_model(config: OptimConfig, sharded: ShardedModel) -> torch.optim.Optimizer:
+    """Return the optimizer of a model that a plan shards, or with `mesh=None` of its unsharded twin."""
     return new_optimizer(config, sharded.plan.blocks, sharded.model, sharded.mesh)
 
 

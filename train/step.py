@@ -57,8 +57,7 @@ def train_step(
     grad_norm = gradient_norm(list(sharded.model.parameters()), loss)
     skipped = 1 - grad_norm.isfinite().float()
     update(optimizer, clip_divisor(grad_norm, grad_clip), skipped)
-    for parameter in sharded.model.parameters():
-        parameter.grad = None
+    optimizer.zero_grad(set_to_none=True)
     return StepResult(summed(loss, sharded.data_group), grad_norm, skipped, global_tokens)
 
 

@@ -3,9 +3,9 @@ record, with the model as their function has sharded it, and their twin, one pro
 
 Both get the same values, rows and random numbers. Without a loop of theirs a step is two micro batches of a
 random linear form of the outputs, in which every element of every output counts, and plain SGD, or an
-optimizer of theirs. Each rank of
-the data-parallel axes gets other rows, and other numbers of them; the twin runs the same micro batches one
-by one, and keeps the gradient of each, which is what tells a wrong reduction from another fault.
+optimizer of theirs. Each rank of the data-parallel axes gets other rows, and other numbers of them; the twin
+runs the same micro batches one by one, and keeps the gradient of each, which is what tells a wrong reduction
+from another fault.
 """
 
 import copy

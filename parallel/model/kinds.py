@@ -176,8 +176,9 @@ def _is_transposed(module: nn.Module, stored: str, shape: tuple[int, ...], width
     """Whether a weight is inputs x outputs, as GPT-2's linears and some experts in transformers are: they say
     so, or else the width of the model is on that side (Llama 4)."""
     if len(shape) == 3 and not hasattr(module, "is_transposed"):
-        inner, outer = (-2, -1) if stored in HALVES else (-1, -2)  # the second gives the model's width
-        return shape[inner] == width != shape[outer]
+        # gate and up get the model's width, and what follows them gives it
+        transposed, plain = (-2, -1) if stored in HALVES else (-1, -2)
+        return shape[transposed] == width != shape[plain]
     return _is_conv1d(module) or bool(getattr(module, "is_transposed", False))
 
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel.config import ParallelConfig
-from meshwright.parallel.fsdp import copy_shard, full_tensor
+from meshwright.parallel.fsdp import copy_shard, full_tensor, local_part
+from meshwright.train.checkpoint.shards import training_tensors
 from meshwright.train.config import OptimConfig
+from meshwright.train.errors import SaveError
 from meshwright.train.optim.optimizer import build_optimizer
 from tests.support.worlds import run_ranks
 
@@ -121,6 +123,10 @@ def on_ranks(folder: Path) -> dict[str, object]:
         with mock.patch(f"{__name__}.torch.rand", return_value=torch.tensor(torch.nan)):
             step(sharded.model, optimizer, 3)
         found[f"{name} skipped"] = values(sharded.model, optimizer)
+    p = sharded.model.get_parameter("blocks.0.c_attn.weight")
+    optimizer.state[p]["own"] = torch.zeros_like(local_part(p))
+    with pytest.raises(SaveError, match="no DTensor"):  # of the shard
+        training_tensors(sharded.model, optimizer)
     return found
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
+from meshwright.parallel.model.describe import describe
 from meshwright.parallel.model.kinds import ParameterKind, kinds_of
 from tests.distributed.test_muon import Model
 
@@ -139,6 +140,11 @@ def test_the_nearest_config_says_how_many_heads_and_experts_there_are_and_which_
     }
     router = nn.ModuleDict({"layer": nn.Linear(8, 5, bias=False)})
     assert [*of(block_of({"num_local_experts": 5}, router=router), ["layers.0"]).values()] == ["router"]
+
+
+def test_a_block_of_which_every_rank_keeps_all_parameters_is_a_block() -> None:
+    units = describe(Model(), (torch.arange(4),), unsharded=["blocks.1.*"])
+    assert set(units.blocks) == {"blocks.0", "blocks.1", "blocks.2"}
 
 
 def test_a_linear_that_is_a_block_itself_is_a_head() -> None:

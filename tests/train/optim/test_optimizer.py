@@ -9,9 +9,11 @@ import torch
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
+from meshwright.parallel.model.kinds import kinds_of
 from meshwright.train.checkpoint.shards import set_numbers, training_tensors
 from meshwright.train.config import GroupConfig, MuonConfig, OptimConfig
 from meshwright.train.errors import ConfigError
+from meshwright.train.optim.groups import describe_groups, make_groups
 from meshwright.train.optim.optimizer import (
     Several,
     build_optimizer,
@@ -19,6 +21,7 @@ from meshwright.train.optim.optimizer import (
     learning_rate,
     set_learning_rate,
 )
+from meshwright.train.optim.optimizer import optimizer as own_optimizer
 from meshwright.train.user_code import allow
 
 CONFIG = OptimConfig(lr=1e-2, warmup_steps=10, schedule="cosine", min_lr_ratio=0.1, decay_ratio=0.2)
@@ -265,3 +268,15 @@ def test_a_function_gets_groups_of_one_kind_and_numbers_of_its_groups_are_saved(
 def test_muon_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="no trained parameter is a matrix inside a block"):
         build_optimizer(Llama(MODEL), MUON)
+
+
+def test_what_is_stored_together_is_told_below_the_table() -> None:
+    config = dataclasses.replace(MUON, muon=MuonConfig(per_head=True))
+    text = describe_groups(make_groups(kinds_of(Llama(MODEL), BLOCKS, per_head=True), config), config)
+    assert "layers.*.attention.wq.weight: matrices of 4 x 8 outputs" in text.splitlines()
+
+
+@pytest.mark.parametrize("wrong", [{"muon": {"heads": True}}, {"nothing": 1}, {"lr": -1.0}, {"name": "moun"}])
+def test_what_an_own_loop_cannot_set_is_one_message(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"mw\.optimizer"):
+        own_optimizer(None, **wrong)  # type: ignore[arg-type]  # not looked at before the values
