@@ -9,15 +9,17 @@ from typing import Any
 
 class BackgroundThread:
     """A thread that runs submitted calls one after another; the caller may stop waiting for any of them.
+    Several `threads` begin them in order.
 
-    It is a daemon thread, unlike those of concurrent.futures: a hanging store or disk must not keep the
+    They are daemon threads, unlike those of concurrent.futures: a hanging store or disk must not keep the
     process alive.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int = 1) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         """Queue a call; the returned future receives its result or exception."""
@@ -28,8 +30,10 @@ class BackgroundThread:
     def close(self, limit_s: float | None = None) -> None:
         """Wait at most `limit_s` seconds (None: any time) for the queued calls, apart from those whose future
         was cancelled, and the end of the thread."""
-        self._queue.put(None)
-        self._thread.join(limit_s)
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(limit_s)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from meshwright.models.config import LlamaConfig
-from meshwright.parallel.config import Kind, ParallelConfig
+from meshwright.parallel.config import Auto, Kind, ParallelConfig
 from meshwright.parallel.structure import OPTIONAL, Amount, Count, Natural, Positive, Share, convert_fields
+from meshwright.train.data.stream.shards import check_source, is_remote
 
 Period = Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps between events; 0 is never
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
@@ -25,6 +26,7 @@ def check_name(key: str, name: str) -> None:
 
 
 VerifyMode = Literal["full", "size"]
+_HELD_OUT = 0.02
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class DataConfig:
         skip_bad: number of bad records (invalid JSON or UTF-8, no such field ...) that are left out and
             counted when the run tokenizes text; one more is an error
         eval_fraction: fraction of documents held out for evaluation, chosen by a hash of their names;
-            prepared data has its own held-out documents
+            prepared data has its own held-out documents, and a stream none
         packing: true concatenates documents and cuts the stream into sequences; false makes one sequence of
             each document, truncated or padded
         document_mask: with packing, attention does not cross document boundaries, and positions restart in
@@ -99,6 +101,13 @@ class DataConfig:
         verify: full compares prepared shards with their checksums at first use and after every change; size
             compares only file sizes
         cache_dir: folder for tokenized text; null is ~/.cache/meshwright, or without a home a temporary one
+        stream: true reads the training text while the run goes on, a part at a time, in place of tokenizing
+            all of it before; so are sources that are URLs (http://, s3://, gs://, hf://) and lists of them
+            (.urls)
+        lanes: of a stream: number of places at which it is read in turn; auto is the smallest multiple of the
+            first run's data-parallel degree that is at least 64. The order of sequences depends on it
+        cache_gib: of a stream: size of the tokens that each node keeps in data.cache_dir
+        workers: of a stream: processes of each rank that tokenize; auto is all cores but one
         prefetch: number of optimizer steps whose batches the loader prepares ahead
     """
 
@@ -111,12 +120,26 @@ class DataConfig:
     eos: str = "auto"
     text_field: str = "text"
     skip_bad: Natural = 0
-    eval_fraction: Annotated[float, Meta(ge=0, le=0.999)] = 0.02
+    eval_fraction: Annotated[float, Meta(ge=0, le=0.999)] = _HELD_OUT
     packing: bool = True
     document_mask: bool = False
     verify: VerifyMode = "full"
     cache_dir: str | None = None
+    stream: bool = False
+    lanes: Count | Auto = "auto"
+    cache_gib: Positive = 32.0
+    workers: Count | Auto = "auto"
     prefetch: Count = 2
+
+    @property
+    def training_sources(self) -> tuple[str, ...]:
+        """The training sources, none for a `factory`."""
+        return () if self.factory else tuple(self.mixture) or (self.source,)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the training text is read while the run goes on."""
+        return self.stream or any(map(is_remote, self.training_sources))
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -128,9 +151,17 @@ class DataConfig:
                     f"data.factory={self.factory} gives whole sequences, in place of data.source, "
                     "data.mixture and data.document_mask: remove these"
                 )
+        if self.streamed and self.eval_fraction not in (0, _HELD_OUT):
+            raise ValueError(
+                f"data.eval_fraction={self.eval_fraction} needs all names of documents, but a stream holds none out: "
+                "use data.validation"
+            )
         for name, source in self.validation.items():
             if not (name and source):
                 raise ValueError(f"data.validation: {{{name!r}: {source!r}}} needs a name and a source")
+            check_source(source, f"data.validation.{name}")
+        for source in self.training_sources:
+            check_source(source, "data.mixture" if self.mixture else "data.source")
         if self.document_mask and not self.packing:
             raise ValueError(
                 "data.document_mask needs packing: with data.packing=false every sequence is one document; "
@@ -148,6 +179,7 @@ class TimeoutConfig:
         data_s: preparing the corpus; no timeout by default, because its duration grows with the corpus
         first_step_s: the first step of a run, which compiles
         step_s: any other step, including the wait for its data
+        fetch_s: reading a part of a streamed source, again and again if that fails
         evaluation_s: one evaluation
         checkpoint_s: saving one checkpoint
     """
@@ -156,6 +188,7 @@ class TimeoutConfig:
     data_s: Limit = 0.0
     first_step_s: Limit = 3600.0
     step_s: Limit = 600.0
+    fetch_s: Limit = 300.0
     evaluation_s: Limit = 3600.0
     checkpoint_s: Limit = 3600.0
 
@@ -497,10 +530,10 @@ class Config:
                 f"parallel.storage_dtype={self.parallel.storage_dtype} is not for optim.name=muon, whose "
                 "updates would be rounded away: use float32, or adamw, which rounds stochastically"
             )
-        if self.data.factory and self.train.epochs:
+        if self.train.epochs and (self.data.factory or self.data.streamed):
             raise ValueError(
-                "train.epochs needs to know how many sequences there are, which data.factory does not say: "
-                "use train.steps"
+                "train.epochs needs to know how many sequences there are, which "
+                f"{'data.factory' if self.data.factory else 'a stream'} does not say: use train.steps"
             )
         if self.model.max_seq_len and self.train.seq_len > self.model.max_seq_len:
             raise ValueError(

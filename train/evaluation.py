@@ -14,9 +14,9 @@ from meshwright.models.loss import LogitsLoss
 from meshwright.parallel.sharded_model import evaluating, summed
 from meshwright.train.checkpoint.hook import Checkpoints
 from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.data.sequences import Batch, SequenceShape, read_batch
+from meshwright.train.data.sequences import Batch, BatchShape, SequenceShape, read_batch
 from meshwright.train.data.token_store import TokenStream
-from meshwright.train.data.training_data import BatchShape, to_device
+from meshwright.train.data.training_data import to_device
 from meshwright.train.fault_tolerance.supervision import Supervision
 from meshwright.train.hooks import Hook, Hooks, Score, StepDone, is_due
 from meshwright.train.metrics.collector import StepClock

@@ -25,7 +25,7 @@ def train_loop(run: Run, hooks: Hooks, stop: GracefulShutdown) -> TrainPosition:
             step_data, lr = loader.next(), learning_rate(config.optim, step, *data.schedule)
             set_learning_rate(training.optimizer, lr)
             result = training.step(step_data.micro_batches, partial(hooks.before_optimizer, step))
-            position = data.advance(position)
+            position = data.advance(position, step_data)
             last = position.step == data.total_steps
             hooks.after_step(StepDone(position, first_sample, step_data, result, lr, last))
     return position

@@ -51,7 +51,7 @@ class Checkpoints(Hook):
     ) -> None:
         self._saver, self._config, self._print = saver, run.config.checkpoint, run.console.print
         self._stop, self._watchdog, self._nonfinite = supervision.stop, supervision.watchdog, nonfinite
-        self._rows, self._clock = rows, clock
+        self._rows, self._clock, self._data = rows, clock, run.data
         self._step = self._saved_step = run.data.start.step
         self._committed: Path | None = None
 
@@ -83,7 +83,7 @@ class Checkpoints(Hook):
             self._nonfinite.finish()
             self._saved_step = step
             self._rows.flush()
-            self._saver.save(position)
+            self._saver.save(self._data.complete(position))
             self._poll(step)
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ _TENSOR = re.compile(r"(\w{1,32})\[((?:\d{1,18}(?:, \d{1,18}){0,63})?)\]((?: \w{
 FileName = Annotated[
     str, msgspec.Meta(pattern=rf"^(?!(\.|\.\.|{re.escape(MANIFEST)})\Z)[A-Za-z0-9_.-]{{1,255}}\Z")
 ]
+LanePlace = Annotated[str, msgspec.Meta(pattern=r"^\d{1,18}( \d{1,18}){3}\Z")]
 MOST_AXES = 8  # of a mesh, which has three
 LIMIT_BYTES = 64 * 2**20  # of a manifest; a 405B model saved by 16,384 ranks has one of 5 MB
 
@@ -56,7 +57,9 @@ MODEL = "model."  # begins the names of the model's parameters and persistent bu
 @dataclass(frozen=True)
 class TrainPosition:
     """The progress of a run: steps done, and samples of the data order used; and the settings that its data
-    order and random state depend on. `data`: fingerprint of the data."""
+    order and random state depend on. `data`: fingerprint of the data. Of streamed data `lanes`: their number,
+    and `places`: where each goes on, as SOURCE/LANE -> EPOCH GROUP DOCUMENT TOKEN
+    (train/data/stream/lanes.py)."""
 
     step: Natural = 0
     samples: Natural = 0
@@ -64,6 +67,8 @@ class TrainPosition:
     seq_len: Natural = 0
     world_size: Natural = 0
     data: str = ""
+    lanes: Natural = 0
+    places: Mapping[str, LanePlace] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,9 @@ class CheckpointManifest:
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
+_STREAMED = ("lanes", "places")  # of a position, left out without streamed data
+
+
 def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
@@ -122,7 +130,9 @@ def manifest_to_text(manifest: CheckpointManifest) -> str:
     """Return the file's text, which is unique for a manifest: its last key is the hash of all before it."""
     content = {
         "format": FORMAT,
-        "position": asdict(manifest.position),
+        "position": {
+            key: value for key, value in asdict(manifest.position).items() if value or key not in _STREAMED
+        },
         "files": {name: vars(file) for name, file in manifest.files.items()},
         "tensors": {name: _tensor_to_text(tensor) for name, tensor in manifest.tensors.items()},
         "code": manifest.code,

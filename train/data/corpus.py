@@ -14,6 +14,7 @@ from meshwright.train.config import DataConfig
 from meshwright.train.data.sample_order import CYCLE, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences
 from meshwright.train.data.sources import HF_PREFIX, RECORD_SUFFIXES, describe_unread, find_files, find_unread
+from meshwright.train.data.stream.shards import is_remote
 from meshwright.train.data.token_store import (
     FORMAT,
     MANIFEST,
@@ -71,7 +72,7 @@ class Prepared:
 def find_prepared(config: DataConfig) -> Prepared:
     """Return the prepared folders of a config; raw text is tokenized into the cache if it is not there yet.
     Raises DataError."""
-    sources = {source: find_folder(source, config) for source in training_sources(config)}
+    sources = {source: find_folder(source, config) for source in prepared_sources(config)}
     validation = {
         name: find_folder(source, config, held_out=0.0) for name, source in config.validation.items()
     }
@@ -92,7 +93,7 @@ def open_corpus(config: DataConfig, prepared: Prepared) -> Corpus:
         for source, folder in folders.items()
     }
     folders = {source: folders[source] for source in sorted(folders, key=lambda source: hashes[source])}
-    names = _short_names(list(folders))
+    names = short_names(list(folders))
     held_out = {
         names[source] if config.mixture else "held_out": open_split(folder, manifests[folder], "held_out")
         for source, folder in folders.items()
@@ -120,9 +121,9 @@ def open_corpus(config: DataConfig, prepared: Prepared) -> Corpus:
     )
 
 
-def training_sources(config: DataConfig) -> list[str]:
-    """Return the training sources of a config, none for a `data.factory`."""
-    return [] if config.factory else list(config.mixture) or [config.source]
+def prepared_sources(config: DataConfig) -> tuple[str, ...]:
+    """Return the training sources that are tokenized before the first step."""
+    return () if config.streamed else config.training_sources
 
 
 def find_folder(source: str, config: DataConfig, held_out: float | None = None) -> Path:
@@ -175,7 +176,8 @@ def find_tokenizer_file(config: DataConfig) -> Path | None:
 
 def is_prepared(source: str) -> bool:
     """Whether a source is a folder made by tools.prepare_data."""
-    return not source.startswith(HF_PREFIX) and (user_path(source, "data.source") / MANIFEST).is_file()
+    named = source.startswith(HF_PREFIX) or is_remote(source)
+    return not named and (user_path(source, "data.source") / MANIFEST).is_file()
 
 
 def cache_root(config: DataConfig) -> Path:
@@ -185,7 +187,7 @@ def cache_root(config: DataConfig) -> Path:
 
 def _common_tokenizer(infos: dict[Path, TokenizerInfo], config: DataConfig) -> TokenizerInfo:
     """The tokenizer of all prepared folders. DataError if they differ, or differ from data.tokenizer."""
-    if not infos:  # of a data.factory
+    if not infos:  # of a data.factory or a stream
         return load_tokenizer(config.tokenizer, config.bos, config.eos).info
     (first, tokenizer), *others = infos.items()
     for folder, info in others:
@@ -195,7 +197,7 @@ def _common_tokenizer(infos: dict[Path, TokenizerInfo], config: DataConfig) -> T
                 f"{first} was made with the tokenizer {_describe_tokenizer(tokenizer)} and {folder} with "
                 f"{_describe_tokenizer(info)}: prepare one of them again"
             )
-    if config.tokenizer != "auto":
+    if config.tokenizer != "auto" or config.streamed:
         requested = load_tokenizer(config.tokenizer, config.bos, config.eos).info
         if not _same_tokenizer(requested, tokenizer):
             raise DataError(
@@ -215,7 +217,7 @@ def _describe_tokenizer(tokenizer: TokenizerInfo) -> str:
     return f"{tokenizer.name} ({tokenizer.vocab_size:,} ids{file}, bos {tokenizer.bos}, eos {tokenizer.eos})"
 
 
-def _short_names(sources: list[str]) -> dict[str, str]:
+def short_names(sources: list[str]) -> dict[str, str]:
     """The last part of each source's path, or the full path if several sources share the last part."""
     last = {source: Path(source).name or source for source in sources}
     return {source: name if list(last.values()).count(name) == 1 else source for source, name in last.items()}
@@ -250,13 +252,18 @@ def check_data(config: DataConfig, vocab_size: int) -> None:
                 f"1/{CYCLE:,} of the total: remove it or raise its weight"
             )
     for name, source in config.validation.items():
-        if source in training_sources(config):
+        if source in config.training_sources:
             raise DataError(
                 f"data.validation.{name}={source} is also a training source: remove it; the documents held "
                 "out of a training source are evaluated anyway"
             )
     key = "data.mixture" if config.mixture else "data.source"
-    sources = [(key, source) for source in training_sources(config)]
+    if config.streamed:
+        check_vocabulary(load_tokenizer(config.tokenizer, config.bos, config.eos).info, vocab_size)
+        for source in config.training_sources:
+            if is_prepared(source):
+                raise DataError(f"{key}={source} is tokenized already: remove data.stream, or use its text")
+    sources = [(key, source) for source in prepared_sources(config)]
     sources += [(f"data.validation.{name}", source) for name, source in config.validation.items()]
     for key, source in sources:
         if not is_prepared(source):

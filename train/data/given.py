@@ -9,7 +9,7 @@ meshes and a resume read what they ought to, so the function knows nothing of th
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.parallel.mesh import gather_from_all
-from meshwright.train.data.sequences import Batch, SequenceShape
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.data.sequences import Batch, BatchShape, PositionReader, SequenceShape, StepReader
 from meshwright.train.errors import DataError
 from meshwright.train.user_code import find
 
@@ -29,13 +30,19 @@ CHECKED = 4  # sequences
 class GivenOrder:
     """The order of sequences that a function of yours states; in place of a SampleOrder."""
 
+    strided, lanes = False, 0  # of streamed data
+
     def __init__(self, name: str, seed: int) -> None:
         self._batches: Callable[[int, int, int], Any] = find("data.factory", name)
-        self.names, self.sizes, self.seed = [name], list[int](), seed
+        self.name, self.sizes, self.seed = name, list[int](), seed
 
-    def rows(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return rows[count] = (source, index) of positions first .. first + count - 1."""
-        return np.stack((np.zeros(count, np.int64), first + np.arange(count)), axis=1)
+    def reader(self, start: TrainPosition, batch: BatchShape, shape: SequenceShape) -> StepReader:
+        """Return what reads a rank's steps; where it starts is no matter."""
+        return PositionReader(lambda first, count, pinned: self.read(first, count, shape, pinned), batch)
+
+    def describe(self, positions: NDArray[np.int64]) -> str:
+        """Name the sequences at consecutive positions."""
+        return f"{positions[0]} to {positions[-1]} of {self.name}"
 
     def read(self, first: int, count: int, shape: SequenceShape, pinned: bool = False) -> Batch:
         """Return sequences as `sequences.read_batch` does. Raises DataError if the function returns something
@@ -46,7 +53,7 @@ class GivenOrder:
         wanted = [[(torch.int64, (count, seq_len + 1))], [(torch.int64, (count, seq_len))] * 2]
         if found not in wanted:
             raise DataError(
-                f"data.factory={self.names[0]} must return a tensor int64 [{count}, {seq_len + 1}], or two "
+                f"data.factory={self.name} must return a tensor int64 [{count}, {seq_len + 1}], or two "
                 f"of [{count}, {seq_len}], for positions {first} to {first + count - 1}, not "
                 f"{' and '.join(map(_describe, parts))}"
             )
@@ -55,13 +62,13 @@ class GivenOrder:
         if bad.any():
             row = int(bad.any(1).nonzero()[0, 0])
             raise DataError(
-                f"data.factory={self.names[0]}: the sequence at position {first + row} has a token id that "
+                f"data.factory={self.name}: the sequence at position {first + row} has a token id that "
                 f"is not from 0 to model.vocab_size - 1 = {shape.vocab_size - 1}"
             )
         batch = Batch(tokens.contiguous(), targets.contiguous())
         return Batch(*(part.pin_memory() for part in batch.tensors().values())) if pinned else batch
 
-    def progress(self, position: int) -> dict[str, float]:
+    def progress(self, position: int, sums: Sequence[int]) -> dict[str, float]:
         return {"sequences": float(position)}
 
     def check(self, first: int, shape: SequenceShape) -> None:
@@ -76,7 +83,7 @@ class GivenOrder:
         for how, sequences in promises.items():
             if sequences != whole:
                 raise DataError(
-                    f"data.factory={self.names[0]} returned other sequences for positions {first} to "
+                    f"data.factory={self.name} returned other sequences for positions {first} to "
                     f"{first + CHECKED - 1} when asked {how}: they must depend on the position alone, or "
                     "ranks, meshes and a resume would not train what they ought to"
                 )

@@ -4,15 +4,27 @@ It is the same on every mesh and needs no index in memory.
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.train.data.sequences import Batch, SequenceShape, count_sequences, read_batch
+from meshwright.parallel.errors import first_of
+from meshwright.train.checkpoint.manifest import TrainPosition
+from meshwright.train.data.sequences import (
+    Batch,
+    BatchShape,
+    PositionReader,
+    SequenceShape,
+    StepReader,
+    count_sequences,
+    read_batch,
+)
 from meshwright.train.data.token_store import Source
 
 # After this many positions every source has its exact share, so weights have a resolution of 1/10,000.
 CYCLE = 10_000
+_NAMED = 8  # sequences of a source, in a message
 
 
 def shares(weights: tuple[float, ...]) -> tuple[int, ...]:
@@ -113,6 +125,8 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class SampleOrder:
     """The endless order of training sequences: source and sequence of each position."""
 
+    strided, lanes = False, 0  # of streamed data
+
     def __init__(self, sources: tuple[Source, ...], shape: SequenceShape, seed: int) -> None:
         self.splits, self.seed = [source.split for source in sources], seed
         self.sizes = [count_sequences(split, shape) for split in self.splits]
@@ -128,16 +142,27 @@ class SampleOrder:
             rows[selected, 1] = sample_indices(places[selected], size, self.seed + source)
         return rows
 
-    def read(self, first: int, count: int, shape: SequenceShape, pinned: bool = False) -> Batch:
-        """Return the sequences at positions first .. first + count - 1 (`read_batch`)."""
-        return read_batch(self.splits, self.rows(first, count), shape, pinned)
+    def reader(self, start: TrainPosition, batch: BatchShape, shape: SequenceShape) -> StepReader:
+        """Return what reads a rank's steps; where it starts is no matter."""
+
+        def read_at(first: int, count: int, pinned: bool) -> Batch:
+            return read_batch(self.splits, self.rows(first, count), shape, pinned)
+
+        return PositionReader(read_at, batch)
+
+    def describe(self, positions: NDArray[np.int64]) -> str:
+        """Name the sequences at consecutive positions, by source and index in it."""
+        by_source: dict[str, list[int]] = {}
+        for source, index in self.rows(int(positions[0]), len(positions)).tolist():
+            by_source.setdefault(self.names[source], []).append(index)
+        return "; ".join(f"{first_of(ids, most=_NAMED)} of {source}" for source, ids in by_source.items())
 
     def check(self, first: int, shape: SequenceShape) -> None:
         """The order of given sequences needs no check; that of a function of yours does (`GivenOrder`)."""
 
-    def progress(self, position: int) -> dict[str, float]:
+    def progress(self, position: int, sums: Sequence[int]) -> dict[str, float]:
         """Return the progress at `position` as metrics: epochs of the data, or in a mixture sequences and
-        epochs of each source."""
+        epochs of each source. `sums`: of the readers' counts, which have none."""
         if len(self.sizes) == 1:
             return {"epoch": position / self.sizes[0]}
         taken = dict(zip(self.names, count_draws(position, self.weights, self.seed), strict=True))

@@ -1,7 +1,9 @@
 """Reads sequences from token shards into batches, and masks packed documents. Shapes: B sequences of a micro
 batch, T tokens of a sequence, t those of a rank (T without context parallelism)."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.models.loss import IGNORE_INDEX
+from meshwright.parallel.sharded_model import token_positions
 from meshwright.train.config import DataConfig
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import TokenizerInfo
@@ -34,6 +37,58 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Where the reading of data goes on, apart from its position: nothing but for streamed data.
+
+    Args:
+        places: of the lanes that this rank saves, by their names
+        counts: numbers whose sums over the data-parallel ranks become metrics
+    """
+
+    places: Mapping[str, str] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How a global batch is divided: rank `data_rank` of `data_parallel` reads `accumulation` micro batches
+    of `micro_batch_size` sequences, and rank `context_rank` of `context_parallel` holds its tokens of them.
+
+    `exchange`: of context parallelism (`ContextPlan`)."""
+
+    micro_batch_size: int
+    accumulation: int
+    data_rank: int
+    data_parallel: int
+    context_rank: int = 0
+    context_parallel: int = 1
+    exchange: str = "heads"
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of an optimizer step over all ranks."""
+        return self.micro_batch_size * self.accumulation * self.data_parallel
+
+    def positions(self, first_sample: int, strided: bool) -> NDArray[np.int64]:
+        """Return this rank's positions of the step that begins at `first_sample`: consecutive ones, or if
+        `strided` those that are its number modulo the data-parallel degree."""
+        count = self.micro_batch_size * self.accumulation
+        if strided:
+            first = first_sample + (self.data_rank - first_sample) % self.data_parallel
+            return first + self.data_parallel * np.arange(count)
+        return first_sample + self.data_rank * count + np.arange(count)
+
+    def local_tokens(self, batch: Batch) -> Batch:
+        """Return this rank's tokens of a batch of whole sequences."""
+        if self.context_parallel == 1:
+            return batch
+        seq_len = batch.tokens.shape[1]
+        return at_positions(
+            batch, token_positions(self.exchange, self.context_parallel, self.context_rank, seq_len)
+        )
+
+
+@dataclass(frozen=True)
 class StepData:
     """The data of one rank for one optimizer step.
 
@@ -42,11 +97,46 @@ class StepData:
         data_hash: hash of this rank's tokens and their positions in the sample order; its sum over the
             data-parallel ranks is the same on every mesh; 0 on all but the first rank of a cp group
         wait_s: seconds that the step waited for the batches
+        mark: where the reading of data goes on after the step
     """
 
     micro_batches: list[Batch]
     data_hash: int
     wait_s: float
+    mark: Mark
+
+
+class StepReader(Protocol):
+    """Reads this rank's sequences of one step after another."""
+
+    def read(self, first_sample: int, pinned: bool) -> list[Batch]:
+        """Return the micro batches of the step that begins at position `first_sample`, in host memory."""
+
+    def mark(self) -> Mark:
+        """Return where reading goes on after the last step that was read."""
+
+    def close(self) -> None:
+        """End what reads ahead."""
+
+
+@dataclass(frozen=True)
+class PositionReader:
+    """Reads sequences that are found by their position alone. `read_at`: returns `count` sequences from a
+    position on, given `pinned` too."""
+
+    read_at: Callable[[int, int, bool], Batch]
+    batch: BatchShape
+
+    def read(self, first_sample: int, pinned: bool) -> list[Batch]:
+        size = self.batch.micro_batch_size
+        positions = self.batch.positions(first_sample, strided=False)
+        return [self.read_at(first, size, pinned) for first in positions[::size].tolist()]
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def close(self) -> None:
+        pass
 
 
 def at_positions(batch: Batch, positions: Tensor) -> Batch:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -62,12 +62,23 @@ class MappedFile:
         return _maps()(self)
 
 
+class Numbers(Protocol):
+    """An array in a file or in memory; `path`: what a message names."""
+
+    @property
+    def path(self) -> Path | str: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    def __len__(self) -> int: ...
+    def numbers(self) -> NDArray[Any]: ...
+
+
 @dataclass(frozen=True)
 class TokenShard:
     """A shard: ids[tokens], and ends[documents], the end of each document in tokens."""
 
-    ids: MappedFile
-    ends: MappedFile
+    ids: Numbers
+    ends: Numbers
 
 
 class TokenStream:

@@ -12,22 +12,28 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank
+from meshwright.parallel.mesh import context_rank, data_parallel_group, data_parallel_rank, gather_from_all
 from meshwright.parallel.plan.schema import Plan
-from meshwright.parallel.sharded_model import token_positions
 from meshwright.train.background import BackgroundThread
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.checkpoint.resume import Start
 from meshwright.train.config import Config
 from meshwright.train.data.corpus import Corpus, check_evaluation, check_sequences, load_on_all_ranks
 from meshwright.train.data.sample_order import SampleOrder
-from meshwright.train.data.sequences import Batch, SequenceShape, StepData, at_positions, make_sequence_shape
+from meshwright.train.data.sequences import (
+    Batch,
+    BatchShape,
+    Mark,
+    SequenceShape,
+    StepData,
+    make_sequence_shape,
+)
 from meshwright.train.distributed.process_group import group_timeout
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.model.trained_model import model_of
@@ -36,61 +42,33 @@ from meshwright.train.planning.run_plan import RunPlan
 
 if TYPE_CHECKING:
     from meshwright.train.data.given import GivenOrder
+    from meshwright.train.data.stream.order import StreamOrder
 
-# a step's batches, their hash, and the event after which they are on the GPU
-_Ready = tuple[list[Batch], int, torch.cuda.Event | None]
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """How a global batch is divided: rank `data_rank` of `data_parallel` reads `accumulation` micro batches
-    of `micro_batch_size` sequences, and rank `context_rank` of `context_parallel` holds its tokens of them.
-
-    `exchange`: of context parallelism (`ContextPlan`)."""
-
-    micro_batch_size: int
-    accumulation: int
-    data_rank: int
-    data_parallel: int
-    context_rank: int = 0
-    context_parallel: int = 1
-    exchange: str = "heads"
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences of an optimizer step over all ranks."""
-        return self.micro_batch_size * self.accumulation * self.data_parallel
-
-    def local_tokens(self, batch: Batch) -> Batch:
-        """Return this rank's tokens of a batch of whole sequences."""
-        if self.context_parallel == 1:
-            return batch
-        seq_len = batch.tokens.shape[1]
-        return at_positions(
-            batch, token_positions(self.exchange, self.context_parallel, self.context_rank, seq_len)
-        )
+# a step's batches, their hash, where reading goes on, and the event after which they are on the GPU
+_Ready = tuple[list[Batch], int, Mark, torch.cuda.Event | None]
+Order: TypeAlias = "SampleOrder | GivenOrder | StreamOrder"
 
 
 class TrainLoader:
-    """Endless micro batches of this rank for every optimizer step from position `first_sample` on.
+    """Endless micro batches of this rank for every optimizer step from position `start` on.
 
     At most `ahead` steps are loaded in advance. A global batch is G consecutive positions of the sample
-    order; each data-parallel rank reads a contiguous part of it, the same on all its cp and tp ranks. No two
+    order; each data-parallel rank reads its part of it, the same on all its cp and tp ranks. No two
     data-parallel ranks read the same sample of an epoch, and the order is the same on every mesh.
     """
 
     def __init__(
         self,
-        order: "SampleOrder | GivenOrder",
+        order: "Order",
         sequences: SequenceShape,
         shape: BatchShape,
-        first_sample: int,
+        start: TrainPosition,
         device: torch.device,
         ahead: int,
     ) -> None:
-        self._order, self._sequences, self._shape = order, sequences, shape
+        self._reader, self._shape, self._strided = order.reader(start, shape, sequences), shape, order.strided
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._next_sample = first_sample
+        self._next_sample = start.samples
         self._thread, self._ready = BackgroundThread("train-loader"), deque[Future[_Ready]]()
         for _ in range(ahead):
             self._read_ahead()
@@ -98,18 +76,19 @@ class TrainLoader:
     def next(self) -> StepData:
         """Return this rank's data of the next step. Raises the error of reading it, in later calls too."""
         start = time.perf_counter()
-        batches, data_hash, copied = self._ready[0].result()
+        batches, data_hash, mark, copied = self._ready[0].result()
         wait_s = time.perf_counter() - start
         self._ready.popleft()
         self._read_ahead()
         if copied is not None:
             await_copies(batches, copied)
-        return StepData(batches, data_hash, wait_s)
+        return StepData(batches, data_hash, wait_s, mark)
 
     def close(self) -> None:
         """Stop the thread and wait for it."""
         for step in self._ready:
             step.cancel()
+        self._reader.close()
         self._thread.close()
 
     def _read_ahead(self) -> None:
@@ -120,19 +99,15 @@ class TrainLoader:
         shape, stream = self._shape, self._stream
         if stream is not None:  # a new thread uses GPU 0 and would create a second context there
             torch.cuda.set_device(stream.device)
-        size = shape.micro_batch_size
-        first = first_sample + shape.data_rank * size * shape.accumulation
-        batches = [
-            self._order.read(first + i * size, size, self._sequences, stream is not None)
-            for i in range(shape.accumulation)
-        ]
-        data_hash = sum(
-            hash_tokens(row, first + i) for i, row in enumerate(row for b in batches for row in b.tokens)
-        )
-        data_hash = data_hash if shape.context_rank == 0 else 0
+        batches, mark = self._reader.read(first_sample, stream is not None), self._reader.mark()
+        positions = shape.positions(first_sample, self._strided).tolist()
+        rows = [row for batch in batches for row in batch.tokens]
+        data_hash = sum(map(hash_tokens, rows, positions))
+        if shape.context_rank:  # the first rank of a cp group counts
+            data_hash, mark = 0, replace(mark, counts=(0,) * len(mark.counts))
         batches = [shape.local_tokens(batch) for batch in batches]
         batches, copied = copy_on_stream(batches, stream) if stream else (batches, None)
-        return batches, data_hash, copied
+        return batches, data_hash, mark, copied
 
 
 def hash_tokens(row: torch.Tensor, position: int) -> int:
@@ -179,7 +154,7 @@ class TrainingData:
 
     corpus: Corpus
     sequences: SequenceShape
-    order: "SampleOrder | GivenOrder"
+    order: Order
     batch: BatchShape
     group: dist.ProcessGroup
     device: torch.device
@@ -203,10 +178,11 @@ class TrainingData:
 
     def load_from(self, position: TrainPosition, ahead: int) -> TrainLoader:
         """Return a loader of this rank's micro batches from `position` on, at most `ahead` steps ahead."""
-        return TrainLoader(self.order, self.sequences, self.batch, position.samples, self.device, ahead)
+        return TrainLoader(self.order, self.sequences, self.batch, position, self.device, ahead)
 
-    def advance(self, position: TrainPosition) -> TrainPosition:
-        """Return the position one optimizer step later."""
+    def advance(self, position: TrainPosition, step: StepData) -> TrainPosition:
+        """Return the position one optimizer step later. Of streamed data it has the places of the lanes that
+        this rank saves (`complete`)."""
         return TrainPosition(
             step=position.step + 1,
             samples=position.samples + self.batch.global_batch_size,
@@ -214,6 +190,17 @@ class TrainingData:
             seq_len=self.sequences.seq_len,
             world_size=dist.get_world_size(),
             data=self.corpus.fingerprint,
+            lanes=self.order.lanes,
+            places=step.mark.places,
+        )
+
+    def complete(self, position: TrainPosition) -> TrainPosition:
+        """Return a position with the places of all lanes; every rank calls it."""
+        if not self.order.lanes:
+            return position
+        of_ranks = gather_from_all(dict(position.places))
+        return replace(
+            position, places={lane: place for places in of_ranks for lane, place in places.items()}
         )
 
     def same_order(self, position: TrainPosition) -> bool:
@@ -224,9 +211,10 @@ class TrainingData:
     def describe_step(self, position: TrainPosition, step: StepData) -> dict[str, Any]:
         """Return the data columns of a metrics row: progress, and the hash of the step's sequences and their
         positions in the sample order over all ranks, the same on every mesh. Every rank must call it."""
-        data_hash = torch.tensor(step.data_hash, device=self.device)
-        dist.all_reduce(data_hash, group=self.group)
-        return {**self.order.progress(position.samples), "data_hash": f"{data_hash.item():016x}"}
+        sums = torch.tensor([step.data_hash, *step.mark.counts], device=self.device)
+        dist.all_reduce(sums, group=self.group)
+        data_hash, *counts = sums.tolist()
+        return {**self.order.progress(position.samples, counts), "data_hash": f"{data_hash:016x}"}
 
 
 def describe_data(config: Config, data: TrainingData) -> list[str]:
@@ -258,11 +246,17 @@ def load_training_data(
     counts = [check_sequences(source.split, sequences, source.name) for source in corpus.sources]
     if train.eval_every:
         check_evaluation(corpus)
-    order: SampleOrder | GivenOrder = SampleOrder(corpus.sources, sequences, config.run.seed)
+    saved = start.manifest.position if start.manifest else TrainPosition()
+    order: Order = SampleOrder(corpus.sources, sequences, config.run.seed)
     if config.data.factory:
         from meshwright.train.data import given  # late: few runs have one
 
         order = given.GivenOrder(config.data.factory, config.run.seed)
+    elif config.data.streamed:
+        from meshwright.train.data.stream.order import load_stream  # late, as above
+
+        degree = plan.mesh.data_parallel
+        order, corpus = load_stream(config, corpus, degree, ranks, saved, print_)
     data = TrainingData(
         corpus=corpus,
         sequences=sequences,
@@ -274,8 +268,7 @@ def load_training_data(
         asked=max(1, round(train.epochs * sum(counts))) if train.epochs else 0,
         start=TrainPosition(),
     )
-    saved = start.manifest.position if start.manifest else TrainPosition()
-    data = replace(data, start=saved if data.same_order(saved) else replace(saved, samples=0))
+    data = replace(data, start=saved if data.same_order(saved) else replace(saved, samples=0, places={}))
     order.check(data.start.samples, sequences)
     return data
 

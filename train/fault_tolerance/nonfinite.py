@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,12 @@ from meshwright.parallel.fsdp import local_part
 from meshwright.parallel.mesh import gather_from_all
 from meshwright.parallel.sharded_model import ShardedModel
 from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.data.sample_order import SampleOrder
-from meshwright.train.data.sequences import Batch
-from meshwright.train.data.training_data import BatchShape
+from meshwright.train.data.sequences import Batch, BatchShape
+from meshwright.train.data.training_data import Order
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.hooks import Hook, StepDone
 from meshwright.train.model.trained_model import LossOf
 from meshwright.train.step import count_targets
-
-if TYPE_CHECKING:
-    from meshwright.train.data.given import GivenOrder
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ class NonFiniteGuard(Hook):
         self,
         max_skipped: int,
         sharded: ShardedModel,
-        order: "SampleOrder | GivenOrder",
+        order: Order,
         shape: BatchShape,
         loss_of: LossOf,
         print_: Callable[[str], None],
@@ -261,14 +257,13 @@ class NonFiniteGuard(Hook):
 
     def _sequences(self, first_sample: int, micro_batch: int | None) -> str:
         """Return this rank's sequences, of a micro batch or the full step, by source and index in it."""
-        size, steps = self._shape.micro_batch_size, self._shape.accumulation
-        begin, count = first_sample + self._shape.data_rank * steps * size, steps * size
+        positions, size = (
+            self._shape.positions(first_sample, self._order.strided),
+            self._shape.micro_batch_size,
+        )
         if micro_batch is not None:
-            begin, count = begin + micro_batch * size, size
-        by_source: dict[str, list[int]] = {}
-        for source, index in self._order.rows(begin, count).tolist():
-            by_source.setdefault(self._order.names[source], []).append(index)
-        return "; ".join(f"{first_of(ids, most=_MANY)} of {source}" for source, ids in by_source.items())
+            positions = positions[micro_batch * size : (micro_batch + 1) * size]
+        return self._order.describe(positions)
 
 
 def describe(step: int, max_skipped: int, findings: Sequence[NonFiniteFinding], positions: str) -> str:

@@ -36,6 +36,7 @@ class Part:
         file_bytes, mtime_ns: of the full file when it was listed
         fingerprint: of the full file
         held_out: whether a text file is held out; records are held out one by one
+        whole: the file at `path` has all of the file, not only the range
     """
 
     name: str
@@ -48,6 +49,7 @@ class Part:
     mtime_ns: int
     fingerprint: str
     held_out: bool = False
+    whole: bool = True
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def _tokenize(
     else:
         for piece in left:
             tokenize_piece(piece, job, tokenizer, count)
-    return [read_result(result_path(job, piece)) for piece in pieces]
+    return [read_result(result_path(job.folder, piece.index)) for piece in pieces]
 
 
 def _balance(pieces: list[Piece], results: Sequence[TokenizedPiece]) -> list[Piece]:
@@ -223,7 +223,7 @@ def _balance(pieces: list[Piece], results: Sequence[TokenizedPiece]) -> list[Pie
 def _kept_result(job: TokenizeJob, piece: Piece) -> TokenizedPiece | None:
     """The result of a piece from an earlier start, if its inputs are the same and its files are intact."""
     try:
-        result = read_result(result_path(job, piece))
+        result = read_result(result_path(job.folder, piece.index))
         shards = [shard for shard in result.shards.values() if shard]
         intact = all(
             hash_file(job.data / f"{shard.name}{suffix}") == sha256

@@ -116,7 +116,8 @@ def _read_stream(part: Part, text_field: str) -> Iterator[Document]:
             )
         for index, number, text, wrong in records:
             done = min(part.size_bytes, raw.tell() - part.first)
-            bad = wrong and f"{part.path}, {unit} {_lines_before(part) + number:,}{wrong}"
+            place = f"{unit} {_lines_before(part) + number:,}" if part.whole else f"byte {index:,}"
+            bad = wrong and f"{part.path}, {place}{wrong}"
             if form == "json" and wrong.startswith(": not JSON"):  # the next item may begin anywhere
                 raise EOFError(f"item {number:,}{wrong}")
             yield Document(f"{part.name}:{index}", text, done, bad)

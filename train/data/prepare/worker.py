@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -147,9 +147,9 @@ class TokenizedPiece:
 OnBatch = Callable[[int, int], None]  # further source bytes and tokens
 
 
-def result_path(job: TokenizeJob, piece: Piece) -> Path:
-    """Return the path of the file that marks a piece as finished."""
-    return job.folder / "results" / f"{piece.index:05d}.json"
+def result_path(folder: Path, index: int) -> Path:
+    """Return the path of the file in a job's folder that marks a piece as finished."""
+    return folder / "results" / f"{index:05d}.json"
 
 
 def read_result(path: Path) -> TokenizedPiece:
@@ -177,7 +177,7 @@ def tokenize_piece(piece: Piece, job: TokenizeJob, tokenizer: Tokenizer, on_batc
         for documents, done_bytes in _batches(piece, job):
             writer.add(documents, done_bytes)
         result = writer.finish()
-        write_atomically(result_path(job, piece), json.dumps(asdict(result)).encode())
+        write_atomically(result_path(job.folder, piece.index), json.dumps(asdict(result)).encode())
         return result
     except OSError as error:
         raise DataError(
@@ -369,9 +369,9 @@ class _WorkerContext(SpawnContext):
 def tokenize_pieces(pieces: Sequence[Piece], job: TokenizeJob, workers: int, on_batch: OnBatch) -> None:
     """Tokenize the pieces in `workers` processes, which end with the call; `on_batch` follows each piece.
     Raises DataError."""
-    with ProcessPoolExecutor(workers, _WorkerContext(), start_worker) as pool:
+    with start_workers(workers) as pool:
         try:
-            jobs = _submit(pool, pieces, job)
+            jobs = {pool.submit(tokenize_in_worker, piece, job): piece for piece in pieces}
             for done in as_completed(jobs):
                 on_batch(jobs[done].size_bytes, done.result())
         except BrokenProcessPool:
@@ -380,17 +380,25 @@ def tokenize_pieces(pieces: Sequence[Piece], job: TokenizeJob, workers: int, on_
                 "fewer (--workers); finished shards are kept"
             ) from None
         finally:  # on Ctrl-C, and on an error in one piece, do not wait for the other pieces
-            for worker in multiprocessing.active_children():
-                if isinstance(worker, _Worker):
-                    worker.kill()
+            kill_workers()
 
 
-def _submit(pool: ProcessPoolExecutor, pieces: Sequence[Piece], job: TokenizeJob) -> dict[Future[int], Piece]:
-    """Submit every piece. DataError if the system cannot start a process."""
+def start_workers(workers: int) -> ProcessPoolExecutor:
+    """Return a pool of processes that tokenize, which end with this process. They start now: a start hides
+    the main program, which must not happen while that runs on. DataError if the system cannot start them."""
+    pool = ProcessPoolExecutor(workers, _WorkerContext(), start_worker)
     try:
-        return {pool.submit(tokenize_in_worker, piece, job): piece for piece in pieces}
+        for _ in range(workers):
+            pool.submit(os.getpid)
     except OSError as error:
         raise DataError(
-            f"the preparation cannot start its worker processes ({error.strerror}): use fewer "
-            "(--workers), or raise the limits on open files and processes (ulimit -n, ulimit -u)"
+            f"the processes that tokenize cannot be started ({error.strerror}): use fewer (data.workers, "
+            "--workers), or raise the limits on open files and processes (ulimit -n, ulimit -u)"
         ) from None
+    return pool
+
+
+def kill_workers() -> None:
+    for worker in multiprocessing.active_children():
+        if isinstance(worker, _Worker):
+            worker.kill()

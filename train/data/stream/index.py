@@ -1,0 +1,225 @@
+"""The index of a streamed source: its shards and their groups, which are what is read at once: a row group of
+a parquet file, a block of a file of JSON lines, several small files, or one file that cannot be read from its
+middle. All ranks read it together, once per shard, and later starts take it from the cache."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.parallel.mesh import gather_from_all
+from meshwright.train.data.prepare.arrow_reader import check_field, import_pyarrow, read_errors
+from meshwright.train.data.sources import file_kind, fingerprint_file
+from meshwright.train.data.stream.remote import Remote
+from meshwright.train.data.stream.shards import is_local
+from meshwright.train.distributed.agreement import on_all_ranks
+from meshwright.train.distributed.ranks import RankInfo
+from meshwright.train.errors import DataError
+from meshwright.train.files import write_atomically
+
+FORMAT = 1
+# of a parquet file, which has its row groups: a third request is needed if they take more
+TAIL_BYTES = 256 * 2**10
+THREADS = 16  # of each rank: requests wait for the network
+# A block of a file of JSON lines is a 1024th of the source within these limits.
+_BLOCKS, _LEAST_BLOCK, _MOST_BLOCK = 1024, 64 * 2**10, 4 * 2**20
+
+
+@dataclass(frozen=True)
+class StreamShard:
+    """A file of a streamed source.
+
+    Args:
+        name: as it is shown: a path, or a URL without what may be secret
+        kind: as in `Part`
+        version: what tells that the file has changed, such as an ETag; "": nothing does
+        content: hash of the content, as far as it is known without reading all of it
+        footer: where the footer of a parquet file begins, else the size
+        rows: of each row group with rows: its number, where its text begins and ends in the file
+    """
+
+    name: str
+    kind: str
+    size_bytes: int
+    version: str
+    content: str
+    footer: int
+    rows: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """`shards` consecutive shards from `shard` on; of a single one the range first .. last - 1 in units of
+    its kind (`Part`), and the bytes begin .. end - 1 to read."""
+
+    shard: int
+    shards: int
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class StreamIndex:
+    """All shards of a source, and its groups[n, 6], with the fields of a `Group`."""
+
+    shards: tuple[StreamShard, ...]
+    groups: NDArray[np.int64]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Bytes of each group in its file."""
+        sizes: NDArray[np.int64] = self.groups[:, 5] - self.groups[:, 4]
+        return sizes
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the shards' contents and of the groups: where the files are does not count."""
+        contents = json.dumps([(shard.size_bytes, shard.content) for shard in self.shards])
+        return hashlib.sha256(contents.encode() + self.groups.tobytes()).hexdigest()
+
+    def group(self, number: int) -> Group:
+        return Group(*self.groups[number].tolist())
+
+
+def read_index(
+    source: str, shards: Mapping[str, str], field: str, remote: Remote, cache: Path, ranks: RankInfo
+) -> StreamIndex:
+    """Return the index of a source whose `shards` have these names and locations; `field`: of the text.
+    Collective: every rank must call it. Raises the same DataError on every rank."""
+    path = on_all_ranks(lambda: cache / "stream" / f"index-{_key(shards, field)[:16]}.json")
+    kept = _kept(path)
+    holders = [rank for rank, has in enumerate(gather_from_all(kept is not None)) if has]
+    if len(holders) < ranks.world_size:
+        given = gather_from_all(kept if ranks.rank in holders[:1] else None)
+        kept = given[holders[0]] if holders else _describe_together(shards, field, remote, ranks)
+        if ranks.local_rank == 0:
+            content = msgspec.json.encode(kept)
+            with contextlib.suppress(OSError):  # the next start reads the shards again
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, content)
+    groups = cut_groups(kept or ())
+    if not len(groups):
+        raise DataError(f"data.source={source} contains no text: {len(shards):,} files without rows or bytes")
+    return StreamIndex(kept, groups)
+
+
+def cut_groups(shards: Sequence[StreamShard]) -> NDArray[np.int64]:
+    """Return the groups of shards, as in `StreamIndex`."""
+    total = sum(shard.size_bytes for shard in shards if shard.kind != "parquet")
+    block = min(_MOST_BLOCK, max(_LEAST_BLOCK, total // _BLOCKS))
+    groups = list[tuple[int, ...]]()
+    bundled = False  # whether the last group may be joined by another small file
+    for number, shard in enumerate(shards):
+        size = shard.size_bytes
+        if shard.kind == "parquet":
+            groups += [(number, 1, row, row + 1, begin, end) for row, begin, end in shard.rows]
+            bundled = False
+        elif shard.kind == "jsonl":
+            count = max(1, round(size / block))
+            edges = [size * i // count for i in range(count + 1)]
+            groups += [(number, 1, a, b, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+            bundled = False
+        elif bundled and groups[-1][5] + size <= block:
+            first, joined, *_, end = groups[-1]
+            groups[-1] = (first, joined + 1, 0, end + size, 0, end + size)
+        elif size:
+            groups.append((number, 1, 0, size, 0, size))
+            bundled = True
+    return np.array(groups, np.int64).reshape(-1, 6)
+
+
+def _key(shards: Mapping[str, str], field: str) -> str:
+    """A hash of the shards' names, and of size and time of those on this machine: looking at them is cheap, and a
+    change makes a new index. Raises DataError."""
+    stamps = []
+    for name, where in shards.items():
+        if is_local(where):
+            with read_errors(where):
+                stat = os.stat(where)
+            stamps.append((name, stat.st_size, stat.st_mtime_ns))
+    return hashlib.sha256(json.dumps([FORMAT, field, *shards, stamps]).encode()).hexdigest()
+
+
+def _kept(path: Path) -> tuple[StreamShard, ...] | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=tuple[StreamShard, ...])
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _describe_together(
+    shards: Mapping[str, str], field: str, remote: Remote, ranks: RankInfo
+) -> tuple[StreamShard, ...]:
+    """Describe every shard, each on one rank."""
+    names = list(shards)
+    mine = names[ranks.rank :: ranks.world_size]
+
+    def describe() -> list[StreamShard]:
+        with ThreadPoolExecutor(THREADS) as pool:
+            tasks = [pool.submit(describe_shard, name, shards[name], field, remote) for name in mine]
+            try:
+                return [task.result() for task in tasks]
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    described = {
+        shard.name: shard for of_rank in gather_from_all(on_all_ranks(describe)) for shard in of_rank
+    }
+    return tuple(described[name] for name in names)
+
+
+def describe_shard(name: str, location: str, field: str, remote: Remote) -> StreamShard:
+    """Return what the index has of a shard, by at most two requests unless its footer is very long."""
+    kind = file_kind(Path(name))
+    size, version = remote.stat(name, location)
+    if kind == "parquet":
+        return _describe_parquet(name, location, field, remote, size, version)
+    content = fingerprint_file(Path(location)) if is_local(location) else version
+    return StreamShard(name, kind, size, version, content, size)
+
+
+def _describe_parquet(
+    name: str, location: str, field: str, remote: Remote, size: int, version: str
+) -> StreamShard:
+    pyarrow = import_pyarrow(name)
+    tail = remote.read(name, location, max(0, size - TAIL_BYTES), size)
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if tail[-4:] != b"PAR1" or length > size:
+        raise DataError(
+            f"data.source: {name} is not a parquet file, or cut short: restore it or leave it out"
+        )
+    if length > len(tail):
+        tail = remote.read(name, location, size - length, size - len(tail)) + tail
+    footer = tail[-length:]
+    with read_errors(name):
+        metadata = pyarrow.parquet.read_metadata(io.BytesIO(footer))
+        check_field(field, metadata.schema.to_arrow_schema().names, name)
+        rows = [
+            _text_range(metadata.row_group(number), number, field)
+            for number in range(metadata.num_row_groups)
+        ]
+    content = hashlib.sha256(footer).hexdigest()
+    used = tuple(row for row in rows if row[2] > row[1])
+    return StreamShard(name, "parquet", size, version, content, size - length, used)
+
+
+def _text_range(group: Any, number: int, field: str) -> tuple[int, int, int]:
+    """The number of a row group, and where its text begins and ends in the file; the same place without
+    rows."""
+    for column in map(group.column, range(group.num_columns if group.num_rows else 0)):
+        if column.path_in_schema == field:
+            pages = column.data_page_offset, column.dictionary_page_offset or column.data_page_offset
+            return number, min(pages), min(pages) + column.total_compressed_size
+    return number, 0, 0

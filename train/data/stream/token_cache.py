@@ -1,0 +1,298 @@
+"""Tokenized groups of a streamed corpus on this node's disk: fetched ahead by threads, tokenized by worker
+processes, kept within `data.cache_gib`. The ranks of a node share the folder; what is missing is made again.
+
+    raw/       what was fetched of a file, at its place in it, until it is tokenized
+    data/      ids and document ends of each group, as in prepared data
+    results/   what marks a group as finished
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.parallel.memory_breakdown import GIB
+from meshwright.train.background import BackgroundThread
+from meshwright.train.data.prepare.arrow_reader import read_errors
+from meshwright.train.data.prepare.partition import Part, Piece, detect_kind
+from meshwright.train.data.prepare.worker import (
+    TokenizeJob,
+    kill_workers,
+    read_result,
+    result_path,
+    start_workers,
+    token_dtype,
+    tokenize_in_worker,
+)
+from meshwright.train.data.sources import TEXT
+from meshwright.train.data.stream.index import Group, StreamIndex, StreamShard
+from meshwright.train.data.stream.lanes import GroupTokens
+from meshwright.train.data.stream.remote import Remote
+from meshwright.train.data.stream.shards import is_local
+from meshwright.train.data.token_store import SPLITS, ShardInfo, hash_file
+from meshwright.train.errors import DataError
+from meshwright.train.files import NO_LOCKS, make_lock
+
+FETCHERS = 8  # threads, at least: most of them wait for the network
+KILLED = 3  # times that a group may lose its worker process
+RESERVE_BYTES = GIB  # of the disk, left free as far as that needs no file in use
+ORPHAN_S = 86400.0  # after which an unfinished file is of a process that was killed
+_PIECE_BYTES = 8 * 2**20  # of a group, in memory at once while it is fetched
+_LINE_BYTES = 2**16  # read at once behind a block, whose last line may end there
+_TRAIN = SPLITS[0]
+
+
+@dataclass(frozen=True)
+class CachedSource:
+    """A streamed source: its name, its index, the location of each shard by name, and how to tokenize it."""
+
+    name: str
+    index: StreamIndex
+    locations: Mapping[str, str]
+    job: TokenizeJob
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """`folder_bytes`: of the tokens of all ranks of this node; `share_bytes`: of those in the windows that
+    this rank has open; `workers`: processes of this rank that tokenize."""
+
+    folder_bytes: float
+    share_bytes: float
+    workers: int
+
+
+class TokenCache:
+    """The tokens of the windows of this rank's lanes. One thread at a time may call its methods."""
+
+    def __init__(self, sources: Sequence[CachedSource], limits: CacheLimits, remote: Remote) -> None:
+        self._sources, self._limits, self._remote = sources, limits, remote
+        self._folder = sources[0].job.folder
+        for name in ("raw", "data", "results"):
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
+        self._pool, self._lock, self._closed = start_workers(limits.workers), threading.Lock(), False
+        self._threads = BackgroundThread("stream", max(FETCHERS, 2 * limits.workers))
+        self._ahead = dict[tuple[int, int], dict[int, Future[GroupTokens]]]()
+        self._open = dict[tuple[int, int], Sequence[GroupTokens]]()
+        self._used = set[int]()  # by this process: names of groups
+
+    def turn(
+        self, lane: tuple[int, int], groups: Sequence[int], following: Sequence[int]
+    ) -> Sequence[GroupTokens]:
+        """Return the tokens of a lane's window, which takes the place of that before, and begin to fetch the
+        groups of the window after it, if there is room. `lane`: number of the source and of the lane. Raises
+        DataError."""
+        ahead = self._ahead.pop(lane, {})
+        asked = [ahead.get(number) or self._ask(lane[0], number) for number in groups]
+        self._open[lane] = [future.result() for future in asked]
+        held = sum(group.size_bytes for window in self._open.values() for group in window)
+        if held > self._limits.share_bytes:
+            raise DataError(
+                f"the open windows of {len(self._open)} lanes have {held / GIB:.2f} GiB of tokens, but this "
+                f"rank's share of data.cache_gib is {self._limits.share_bytes / GIB:.2f} GiB: raise it, or use "
+                f"smaller row groups than those of {self._sources[lane[0]].name}"
+            )
+        if 2 * held <= self._limits.share_bytes:
+            self._ahead[lane] = {number: self._ask(lane[0], number) for number in following}
+        return self._open[lane]
+
+    def close(self) -> None:
+        """End the worker processes; threads that wait for a source are left alone."""
+        self._closed = True
+        for future in [future for of_lane in self._ahead.values() for future in of_lane.values()]:
+            future.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        kill_workers()
+
+    def _ask(self, source: int, number: int) -> Future[GroupTokens]:
+        return self._threads.submit(partial(self._make, self._sources[source], number))
+
+    # in the threads
+
+    def _make(self, source: CachedSource, number: int) -> GroupTokens:
+        """Return the tokens of a group, made unless they are there."""
+        group = source.index.group(number)
+        shards = source.index.shards[group.shard : group.shard + group.shards]
+        name = _name(source.job, group, shards)
+        with _alone(self._folder / "raw" / f"{name}.lock"):
+            tokens = self._find(source, name)
+            if tokens is None:
+                self._trim()
+                self._tokenize(source, group, shards, name)
+                tokens = self._find(source, name)
+        if tokens is None:
+            raise DataError(
+                f"{self._folder}: the tokens of {shards[0].name} are gone or damaged right after they were "
+                "written: check the disk, or use another data.cache_dir"
+            )
+        return tokens
+
+    def _find(self, source: CachedSource, name: int) -> GroupTokens | None:
+        """The tokens of a finished group, if its files are intact."""
+        try:
+            shard = read_result(result_path(self._folder, name)).shards[_TRAIN]
+            if shard is None:
+                return GroupTokens(np.empty(0, np.uint16), np.empty(0, np.int64), name)
+            ids, ends = (_path(self._folder, name, suffix) for suffix in (".bin", ".ends"))
+            os.utime(ids)
+            if name not in self._used and not _is_intact(shard, ids, ends):
+                return None
+            self._used.add(name)
+            dtype = token_dtype(source.vocab_size).newbyteorder("<")
+            return GroupTokens(np.memmap(ids, dtype, "r"), np.fromfile(ends, "<u8").astype(np.int64), name)
+        except (OSError, ValueError):
+            return None
+
+    def _tokenize(self, source: CachedSource, group: Group, shards: Sequence[StreamShard], name: int) -> None:
+        fetched: list[Path] = []
+        parts = list[Part]()
+        try:
+            for number, shard in enumerate(shards):
+                where = source.locations[shard.name]
+                path = Path(where)
+                if not is_local(where):
+                    path = (
+                        self._folder
+                        / "raw"
+                        / f"{name}-{number}.{'txt' if shard.kind == TEXT else shard.kind}"
+                    )
+                    fetched.append(path)
+                    self._fetch(shard, where, group, path)
+                self._remote.check(shard.name, where, shard.size_bytes, shard.version)
+                parts.append(_part(shard, group, path, whole=is_local(where)))
+            self._run(Piece(name, tuple(parts)), source.job)
+        except DataError as error:
+            message = str(error)
+            for part in parts:
+                message = message.replace(part.path, part.name)
+            raise DataError(message) from None
+        finally:
+            for path in fetched:
+                path.unlink(missing_ok=True)
+
+    def _fetch(self, shard: StreamShard, location: str, group: Group, path: Path) -> None:
+        """Write what a group needs of a file into a local one, at its place."""
+        whole = group.shards > 1 or shard.kind not in ("parquet", "jsonl")
+        ranges = [(0, shard.size_bytes) if whole else (max(0, group.begin - 1), group.end)]
+        if shard.kind == "parquet":
+            ranges.append((shard.footer, shard.size_bytes))
+        try:
+            with open(path, "wb") as file:
+                last = b""
+                for first, end in ranges:
+                    for begin in range(first, end, _PIECE_BYTES):
+                        last = self._remote.read(shard.name, location, begin, min(end, begin + _PIECE_BYTES))
+                        os.pwrite(file.fileno(), last, begin)
+                at, last = group.end, last[-1:]
+                while shard.kind == "jsonl" and b"\n" not in last and at < shard.size_bytes:  # the last line
+                    last = self._remote.read(
+                        shard.name, location, at, min(shard.size_bytes, at + _LINE_BYTES)
+                    )
+                    os.pwrite(file.fileno(), last, at)
+                    at += len(last)
+        except OSError as error:
+            raise DataError(
+                f"cannot write to {self._folder} ({error.strerror}): free space, lower data.cache_gib, or use "
+                "another data.cache_dir; the same command goes on"
+            ) from None
+
+    def _run(self, piece: Piece, job: TokenizeJob) -> None:
+        """Tokenize a piece in a worker process, again in another one if that was killed."""
+        for _ in range(KILLED):
+            with self._lock:
+                pool = self._pool
+            try:
+                pool.submit(tokenize_in_worker, piece, job).result()
+                return
+            except BrokenProcessPool:
+                with self._lock:
+                    if self._pool is pool and not self._closed:
+                        self._pool = start_workers(self._limits.workers)
+        raise DataError(
+            f"worker processes were killed {KILLED} times while {piece.parts[0].name} was tokenized (perhaps "
+            "memory ran out): use fewer (data.workers); the same command goes on"
+        )
+
+    def _trim(self) -> None:
+        """Delete the groups that were used least lately, and are not in use, until the rest is small
+        enough."""
+        held = {group.name for window in list(self._open.values()) for group in window}
+        for name in held:  # other ranks do not know that they are in use
+            with contextlib.suppress(OSError):
+                os.utime(_path(self._folder, name, ".bin"))
+        files, now_s = list[tuple[float, int, Path]](), time.time()
+        for entry in (*os.scandir(self._folder / "raw"), *os.scandir(self._folder / "data")):
+            with contextlib.suppress(OSError):  # another rank has just deleted it
+                stat, path = entry.stat(), Path(entry.path)
+                if path.suffix in (".bin", ".ends"):
+                    files.append((stat.st_mtime, stat.st_size, path))
+                elif stat.st_mtime < now_s - ORPHAN_S:
+                    path.unlink()
+        used = sum(size for _, size, _ in files)
+        disk = os.statvfs(self._folder)
+        most = min(self._limits.folder_bytes, used + disk.f_bavail * disk.f_frsize - RESERVE_BYTES)
+        for _, size, path in sorted(files):
+            if (
+                used > most
+                and path.suffix == ".bin"
+                and (name := int(path.stem.rpartition("-")[2])) not in held
+            ):
+                for each in (result_path(self._folder, name), path, path.with_suffix(".ends")):
+                    each.unlink(missing_ok=True)
+                used -= size
+
+
+def _name(job: TokenizeJob, group: Group, shards: Sequence[StreamShard]) -> int:
+    """A number that names a group's files: a hash of all that determines them."""
+    files = [(shard.name, shard.size_bytes, shard.version, shard.content) for shard in shards]
+    inputs = [job.tokenizer_sha256, job.bos, job.eos, job.settings.text_field, job.check_text, files]
+    inputs += [group.first, group.last]
+    return int(hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:15], 16)
+
+
+def _path(folder: Path, name: int, suffix: str) -> Path:
+    return folder / "data" / f"{_TRAIN}-{name:05d}{suffix}"
+
+
+def _is_intact(shard: ShardInfo, ids: Path, ends: Path) -> bool:
+    return (hash_file(ids), hash_file(ends)) == (shard.sha256, shard.ends_sha256)
+
+
+def _part(shard: StreamShard, group: Group, path: Path, whole: bool) -> Part:
+    """The part of a shard that is a group, or the whole shard, as the readers of prepared data want it.
+    `whole`: the file at `path` has all of it."""
+    with read_errors(shard.name):
+        stat, kind = os.stat(path), detect_kind(path)
+    first, last = (group.first, group.last) if group.shards == 1 else (0, shard.size_bytes)
+    size, stamp = shard.size_bytes, (stat.st_size, stat.st_mtime_ns)
+    return Part(shard.name, str(path), kind, first, last, size, *stamp, shard.content, whole=whole)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """A context that one thread of all processes of this node is in. Without locks two of them write the same
+    bytes, and each file appears by one rename."""
+    lock = make_lock(path)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise DataError(
+                f"cannot write to {path.parent} ({error.strerror}): use another data.cache_dir"
+            ) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # a process that waits for it notices, and makes a new one
+        lock.release()
