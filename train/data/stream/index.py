@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from meshwright.parallel.mesh import gather_from_all
 from meshwright.train.data.prepare.arrow_reader import check_field, import_pyarrow, read_errors
-from meshwright.train.data.sources import file_kind, fingerprint_file
+from meshwright.train.data.sources import file_kind
 from meshwright.train.data.stream.remote import Remote
 from meshwright.train.data.stream.shards import is_local
 from meshwright.train.distributed.agreement import on_all_ranks
@@ -186,8 +186,7 @@ def describe_shard(name: str, location: str, field: str, remote: Remote) -> Stre
     size, version = remote.stat(name, location)
     if kind == "parquet":
         return _describe_parquet(name, location, field, remote, size, version)
-    content = fingerprint_file(Path(location)) if is_local(location) else version
-    return StreamShard(name, kind, size, version, content, size)
+    return StreamShard(name, kind, size, version, version, size)
 
 
 def _describe_parquet(

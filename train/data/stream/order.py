@@ -163,7 +163,7 @@ class StreamReader:
         for key in self._owned:
             places[_format(key)] = " ".join(map(str, self._lanes[key].place))
             parts[key[0]] += round(self._lanes[key].epochs() * _PARTS)
-        return Mark(places, (self._order.remote.bytes_read, *parts))
+        return Mark(places, (self._order.remote.fetched_bytes, *parts))
 
     def close(self) -> None:
         self._cache.close()

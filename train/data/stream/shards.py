@@ -34,6 +34,11 @@ def is_remote(source: str) -> bool:
     return _is_url(source) or source.endswith(LIST_SUFFIX)
 
 
+def is_local(location: str) -> bool:
+    """Whether the location of a shard is a path."""
+    return not _is_url(location)
+
+
 def check_source(source: str, key: str) -> None:
     """Refuse a URL with a query or a user in a config, which is stored and printed. Raises DataError, whose
     message names `key`, but no part of the URL that may be secret."""

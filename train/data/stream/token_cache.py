@@ -112,6 +112,7 @@ class TokenCache:
         self._closed = True
         for future in [future for of_lane in self._ahead.values() for future in of_lane.values()]:
             future.cancel()
+        self._threads.close(limit_s=0)
         self._pool.shutdown(wait=False, cancel_futures=True)
         kill_workers()
 
