@@ -14,7 +14,7 @@ from meshwright.train.config import DataConfig
 from meshwright.train.data.sample_order import CYCLE, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences
 from meshwright.train.data.sources import HF_PREFIX, RECORD_SUFFIXES, describe_unread, find_files, find_unread
-from meshwright.train.data.stream.shards import is_remote
+from meshwright.train.data.stream.shards import find_shards, is_remote
 from meshwright.train.data.token_store import (
     FORMAT,
     MANIFEST,
@@ -135,7 +135,10 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
     """
     if is_prepared(source):
         return user_path(source, "data.source")
+    if is_remote(source):
+        from meshwright.train.data.stream.fetch import fetch_all  # late: few runs have one
 
+        source = str(fetch_all(find_shards(source, "data.validation"), cache_root(config), MAX_RAW_BYTES))
     files = [(name, s.st_size, s.st_mtime_ns) for name, path in find_files(source) for s in [path.stat()]]
     share = config.eval_fraction if held_out is None else held_out
     tokenizer = load_tokenizer(config.tokenizer, config.bos, config.eos).info
@@ -267,7 +270,8 @@ def check_data(config: DataConfig, vocab_size: int) -> None:
     sources += [(f"data.validation.{name}", source) for name, source in config.validation.items()]
     for key, source in sources:
         if not is_prepared(source):
-            check_raw_size(source, key)
+            if not is_remote(source):
+                check_raw_size(source, key)
             check_vocabulary(load_tokenizer(config.tokenizer, config.bos, config.eos).info, vocab_size)
             continue
         manifest = read_manifest(user_path(source, key))
@@ -329,8 +333,8 @@ def load_on_all_ranks(
     """
     first = on_all_ranks(lambda: find_prepared(config) if ranks.local_rank == 0 else None)
     prepared = first or find_prepared(config)
-    for source in (*prepared.sources, *config.validation.values()) if ranks.is_main else ():
-        if unread := find_unread(source):
+    for source in (*config.training_sources, *config.validation.values()) if ranks.is_main else ():
+        if not is_remote(source) and (unread := find_unread(source)):
             print_(f"data: {source}: {describe_unread(unread)}")
     cache = cache_root(config) / "verified"
     verify_together(prepared.manifests, config.verify == "full", cache, ranks, print_)

@@ -5,8 +5,10 @@ middle. All ranks read it together, once per shard, and later starts take it fro
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from meshwright.train.files import write_atomically
 FORMAT = 1
 # of a parquet file, which has its row groups: a third request is needed if they take more
 TAIL_BYTES = 256 * 2**10
+_SEEKABLE = 0x8F92EAB1  # the last bytes of zstd's seekable format
 THREADS = 16  # of each rank: requests wait for the network
 # A block of a file of JSON lines is a 1024th of the source within these limits.
 _BLOCKS, _LEAST_BLOCK, _MOST_BLOCK = 1024, 64 * 2**10, 4 * 2**20
@@ -45,7 +48,8 @@ class StreamShard:
         version: what tells that the file has changed, such as an ETag; "": nothing does
         content: hash of the content, as far as it is known without reading all of it
         footer: where the footer of a parquet file begins, else the size
-        rows: of each row group with rows: its number, where its text begins and ends in the file
+        parts: of each row group with rows, or frame of a file in zstd's seekable format: its number, where
+            its text begins and ends in the file
     """
 
     name: str
@@ -54,7 +58,7 @@ class StreamShard:
     version: str
     content: str
     footer: int
-    rows: tuple[tuple[int, int, int], ...] = ()
+    parts: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def read_index(
     groups = cut_groups(kept or ())
     if not len(groups):
         raise DataError(f"data.source={source} contains no text: {len(shards):,} files without rows or bytes")
-    return StreamIndex(kept, groups)
+    return StreamIndex(kept or (), groups)
 
 
 def cut_groups(shards: Sequence[StreamShard]) -> NDArray[np.int64]:
@@ -124,12 +128,15 @@ def cut_groups(shards: Sequence[StreamShard]) -> NDArray[np.int64]:
     for number, shard in enumerate(shards):
         size = shard.size_bytes
         if shard.kind == "parquet":
-            groups += [(number, 1, row, row + 1, begin, end) for row, begin, end in shard.rows]
+            groups += [(number, 1, row, row + 1, begin, end) for row, begin, end in shard.parts]
+            bundled = False
+        elif shard.parts:
+            groups += [(number, 1, *frames) for frames in _join_frames(shard.parts, block)]
             bundled = False
         elif shard.kind == "jsonl":
             count = max(1, round(size / block))
             edges = [size * i // count for i in range(count + 1)]
-            groups += [(number, 1, a, b, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+            groups += [(number, 1, a, b, a, b) for a, b in itertools.pairwise(edges)]
             bundled = False
         elif bundled and groups[-1][5] + size <= block:
             first, joined, *_, end = groups[-1]
@@ -140,9 +147,20 @@ def cut_groups(shards: Sequence[StreamShard]) -> NDArray[np.int64]:
     return np.array(groups, np.int64).reshape(-1, 6)
 
 
+def _join_frames(frames: Sequence[tuple[int, int, int]], block: int) -> list[tuple[int, int, int, int]]:
+    """First frame, one after the last, and bytes, of consecutive frames of about `block` bytes together."""
+    joined = list[tuple[int, int, int, int]]()
+    for number, begin, end in frames:
+        if joined and end - joined[-1][2] <= block:
+            joined[-1] = (joined[-1][0], number + 1, joined[-1][2], end)
+        else:
+            joined.append((number, number + 1, begin, end))
+    return joined
+
+
 def _key(shards: Mapping[str, str], field: str) -> str:
-    """A hash of the shards' names, and of size and time of those on this machine: looking at them is cheap, and a
-    change makes a new index. Raises DataError."""
+    """A hash of the shards' names, and of size and time of those on this machine: looking at them is cheap,
+    and a change makes a new index. Raises DataError."""
     stamps = []
     for name, where in shards.items():
         if is_local(where):
@@ -186,7 +204,27 @@ def describe_shard(name: str, location: str, field: str, remote: Remote) -> Stre
     size, version = remote.stat(name, location)
     if kind == "parquet":
         return _describe_parquet(name, location, field, remote, size, version)
-    return StreamShard(name, kind, size, version, version, size)
+    tail_bytes = min(size, TAIL_BYTES) if kind == "jsonl.zst" else 0
+    frames = read_frames(remote.read(name, location, size - tail_bytes, size), size)
+    return StreamShard(name, kind, size, version, version, size, frames)
+
+
+def read_frames(tail: bytes, size: int) -> tuple[tuple[int, int, int], ...]:
+    """Return number, begin and end of each frame of a file of `size` bytes in zstd's seekable format, whose
+    end is `tail`: none of other files, or if the table of frames is longer than the tail.
+
+    Source: contrib/seekable_format/zstd_seekable_compression_format.md of zstd.
+    """
+    count, flags, magic = struct.unpack("<IBI", tail[-9:].rjust(9, b"\0"))
+    table = count * (12 if flags & 0x80 else 8)  # with checksums
+    begin = len(tail) - 9 - table
+    if magic != _SEEKABLE or not count or begin < 8:
+        return ()
+    sizes = np.frombuffer(tail[begin:-9], "<u4").reshape(count, -1)[:, 0].astype(np.int64)
+    ends = np.cumsum(sizes)
+    if ends[-1] != size - 8 - table - 9:
+        return ()
+    return tuple(zip(range(count), (ends - sizes).tolist(), ends.tolist(), strict=True))
 
 
 def _describe_parquet(
@@ -210,7 +248,7 @@ def _describe_parquet(
             for number in range(metadata.num_row_groups)
         ]
     content = hashlib.sha256(footer).hexdigest()
-    used = tuple(row for row in rows if row[2] > row[1])
+    used = tuple(part for part in rows if part[2] > part[1])
     return StreamShard(name, "parquet", size, version, content, size - length, used)
 
 

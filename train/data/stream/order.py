@@ -234,8 +234,8 @@ def _lanes(asked: int | str, recorded: int, data_parallel: int) -> int:
     """The lanes of a run: as before a resume, as asked, or chosen for its degree. Raises DataError."""
     if isinstance(asked, int) and recorded not in (0, asked):
         raise DataError(
-            f"data.lanes={asked}, but the run has trained with {recorded}, which its order of sequences depends "
-            "on: set data.lanes=auto, or begin another run"
+            f"data.lanes={asked}, but the run has trained with {recorded}, on which its order of sequences "
+            "depends: set data.lanes=auto, or begin another run"
         )
     return recorded or (asked if isinstance(asked, int) else choose_lanes(data_parallel))
 

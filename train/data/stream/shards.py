@@ -47,8 +47,8 @@ def check_source(source: str, key: str) -> None:
         if user or query or "#" in source:
             raise DataError(
                 f"{key} is a {scheme} URL with a user, a ? or a #, which may be secret, and a config is "
-                f"stored and printed: put the URL into a file whose name ends in {LIST_SUFFIX}, one URL a line, and "
-                "name that file (a pattern can have * but not ?)"
+                f"stored and printed: put the URL into a file whose name ends in {LIST_SUFFIX}, one URL a "
+                "line, and name that file (a pattern can have * but not ?)"
             )
 
 

@@ -23,8 +23,7 @@ import numpy as np
 
 from meshwright.parallel.memory_breakdown import GIB
 from meshwright.train.background import BackgroundThread
-from meshwright.train.data.prepare.arrow_reader import read_errors
-from meshwright.train.data.prepare.partition import Part, Piece, detect_kind
+from meshwright.train.data.prepare.partition import Part, Piece
 from meshwright.train.data.prepare.worker import (
     TokenizeJob,
     kill_workers,
@@ -34,11 +33,10 @@ from meshwright.train.data.prepare.worker import (
     token_dtype,
     tokenize_in_worker,
 )
-from meshwright.train.data.sources import TEXT
+from meshwright.train.data.stream.fetch import fetch_part
 from meshwright.train.data.stream.index import Group, StreamIndex, StreamShard
 from meshwright.train.data.stream.lanes import GroupTokens
 from meshwright.train.data.stream.remote import Remote
-from meshwright.train.data.stream.shards import is_local
 from meshwright.train.data.token_store import SPLITS, ShardInfo, hash_file
 from meshwright.train.errors import DataError
 from meshwright.train.files import NO_LOCKS, make_lock
@@ -47,8 +45,6 @@ FETCHERS = 8  # threads, at least: most of them wait for the network
 KILLED = 3  # times that a group may lose its worker process
 RESERVE_BYTES = GIB  # of the disk, left free as far as that needs no file in use
 ORPHAN_S = 86400.0  # after which an unfinished file is of a process that was killed
-_PIECE_BYTES = 8 * 2**20  # of a group, in memory at once while it is fetched
-_LINE_BYTES = 2**16  # read at once behind a block, whose last line may end there
 _TRAIN = SPLITS[0]
 
 
@@ -100,8 +96,8 @@ class TokenCache:
         if held > self._limits.share_bytes:
             raise DataError(
                 f"the open windows of {len(self._open)} lanes have {held / GIB:.2f} GiB of tokens, but this "
-                f"rank's share of data.cache_gib is {self._limits.share_bytes / GIB:.2f} GiB: raise it, or use "
-                f"smaller row groups than those of {self._sources[lane[0]].name}"
+                f"rank's share of data.cache_gib is {self._limits.share_bytes / GIB:.2f} GiB: raise it, or "
+                f"use smaller row groups than those of {self._sources[lane[0]].name}"
             )
         if 2 * held <= self._limits.share_bytes:
             self._ahead[lane] = {number: self._ask(lane[0], number) for number in following}
@@ -156,57 +152,25 @@ class TokenCache:
             return None
 
     def _tokenize(self, source: CachedSource, group: Group, shards: Sequence[StreamShard], name: int) -> None:
-        fetched: list[Path] = []
-        parts = list[Part]()
+        raw, parts = self._folder / "raw", list[Part]()
         try:
             for number, shard in enumerate(shards):
-                where = source.locations[shard.name]
-                path = Path(where)
-                if not is_local(where):
-                    path = (
-                        self._folder
-                        / "raw"
-                        / f"{name}-{number}.{'txt' if shard.kind == TEXT else shard.kind}"
-                    )
-                    fetched.append(path)
-                    self._fetch(shard, where, group, path)
-                self._remote.check(shard.name, where, shard.size_bytes, shard.version)
-                parts.append(_part(shard, group, path, whole=is_local(where)))
+                location = source.locations[shard.name]
+                parts.append(fetch_part(self._remote, shard, location, group, raw / f"{name}-{number}"))
             self._run(Piece(name, tuple(parts)), source.job)
+        except OSError as error:
+            raise DataError(
+                f"cannot write to {self._folder} ({error.strerror}): free space, lower data.cache_gib, or "
+                "use another data.cache_dir; the same command goes on"
+            ) from None
         except DataError as error:
             message = str(error)
             for part in parts:
                 message = message.replace(part.path, part.name)
             raise DataError(message) from None
         finally:
-            for path in fetched:
+            for path in raw.glob(f"{name}-*"):
                 path.unlink(missing_ok=True)
-
-    def _fetch(self, shard: StreamShard, location: str, group: Group, path: Path) -> None:
-        """Write what a group needs of a file into a local one, at its place."""
-        whole = group.shards > 1 or shard.kind not in ("parquet", "jsonl")
-        ranges = [(0, shard.size_bytes) if whole else (max(0, group.begin - 1), group.end)]
-        if shard.kind == "parquet":
-            ranges.append((shard.footer, shard.size_bytes))
-        try:
-            with open(path, "wb") as file:
-                last = b""
-                for first, end in ranges:
-                    for begin in range(first, end, _PIECE_BYTES):
-                        last = self._remote.read(shard.name, location, begin, min(end, begin + _PIECE_BYTES))
-                        os.pwrite(file.fileno(), last, begin)
-                at, last = group.end, last[-1:]
-                while shard.kind == "jsonl" and b"\n" not in last and at < shard.size_bytes:  # the last line
-                    last = self._remote.read(
-                        shard.name, location, at, min(shard.size_bytes, at + _LINE_BYTES)
-                    )
-                    os.pwrite(file.fileno(), last, at)
-                    at += len(last)
-        except OSError as error:
-            raise DataError(
-                f"cannot write to {self._folder} ({error.strerror}): free space, lower data.cache_gib, or use "
-                "another data.cache_dir; the same command goes on"
-            ) from None
 
     def _run(self, piece: Piece, job: TokenizeJob) -> None:
         """Tokenize a piece in a worker process, again in another one if that was killed."""
@@ -268,16 +232,6 @@ def _path(folder: Path, name: int, suffix: str) -> Path:
 
 def _is_intact(shard: ShardInfo, ids: Path, ends: Path) -> bool:
     return (hash_file(ids), hash_file(ends)) == (shard.sha256, shard.ends_sha256)
-
-
-def _part(shard: StreamShard, group: Group, path: Path, whole: bool) -> Part:
-    """The part of a shard that is a group, or the whole shard, as the readers of prepared data want it.
-    `whole`: the file at `path` has all of it."""
-    with read_errors(shard.name):
-        stat, kind = os.stat(path), detect_kind(path)
-    first, last = (group.first, group.last) if group.shards == 1 else (0, shard.size_bytes)
-    size, stamp = shard.size_bytes, (stat.st_size, stat.st_mtime_ns)
-    return Part(shard.name, str(path), kind, first, last, size, *stamp, shard.content, whole=whole)
 
 
 @contextlib.contextmanager

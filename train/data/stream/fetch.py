@@ -1,0 +1,130 @@
+"""What a group of a streamed source needs of a file, as a part of a local file that the readers of prepared
+data read; and whole sources, for evaluation."""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from meshwright.train.data.prepare.arrow_reader import read_errors, unpack
+from meshwright.train.data.prepare.partition import Part, detect_kind
+from meshwright.train.data.sources import TEXT
+from meshwright.train.data.stream.index import Group, StreamShard
+from meshwright.train.data.stream.remote import Remote
+from meshwright.train.data.stream.shards import is_local
+from meshwright.train.errors import DataError
+
+_PIECE_BYTES = 8 * 2**20  # in memory at once
+FETCH_S = 300.0  # for which a file of a whole source may go on failing
+_LINE_BYTES = 2**16  # read at once behind a block, whose last line may end there
+
+
+def fetch_part(remote: Remote, shard: StreamShard, location: str, group: Group, stem: Path) -> Part:
+    """Return what a group has of a shard, as a part of the shard's own file if it is on this machine, else of
+    one that is written at `stem` and a suffix. Raises DataError and OSError."""
+    in_frames = bool(shard.parts) and shard.kind != "parquet"
+    path = Path(location)
+    if in_frames:
+        path = _path(stem, "jsonl")
+        with open(path, "wb") as file:
+            _write_frames(file, remote, shard, location, group)
+    elif not is_local(location):
+        path = _path(stem, "txt" if shard.kind == TEXT else shard.kind)
+        with open(path, "wb") as file:
+            _write_ranges(file, remote, shard, location, group)
+    remote.check(shard.name, location, shard.size_bytes, shard.version)
+    with read_errors(shard.name):
+        stat, kind = os.stat(path), detect_kind(path)
+    in_part = shard.kind in ("parquet", "jsonl") and group.shards == 1
+    first, last = (group.first, group.last) if in_part else (0, max(stat.st_size, shard.size_bytes))
+    return Part(
+        *(
+            shard.name,
+            str(path),
+            kind,
+            first,
+            last,
+            last - first,
+            stat.st_size,
+            stat.st_mtime_ns,
+            shard.content,
+        ),
+        whole=is_local(location) and not in_frames,
+    )
+
+
+def _path(stem: Path, suffix: str) -> Path:
+    return stem.with_name(f"{stem.name}.{suffix}")
+
+
+def _write_ranges(file: BinaryIO, remote: Remote, shard: StreamShard, location: str, group: Group) -> None:
+    """Write what a group needs at its place in the file, which has holes."""
+    if shard.kind == "parquet":
+        ranges = [(group.begin, group.end), (shard.footer, shard.size_bytes)]
+    elif shard.kind == "jsonl":  # with the byte before, which may end a line
+        ranges = [(max(0, group.begin - 1), group.end)]
+    else:
+        ranges = [(0, shard.size_bytes)]
+    last = b""
+    for first, end in ranges:
+        for begin in range(first, end, _PIECE_BYTES):
+            last = remote.read(shard.name, location, begin, min(end, begin + _PIECE_BYTES))
+            os.pwrite(file.fileno(), last, begin)
+    at, last = group.end, last[-1:]
+    while shard.kind == "jsonl" and b"\n" not in last and at < shard.size_bytes:  # the rest of the last line
+        last = remote.read(shard.name, location, at, min(shard.size_bytes, at + _LINE_BYTES))
+        os.pwrite(file.fileno(), last, at)
+        at += len(last)
+
+
+def _write_frames(file: BinaryIO, remote: Remote, shard: StreamShard, location: str, group: Group) -> None:
+    """Write the lines of a group of zstd frames: those that begin after the first line end in it, up to the
+    first line end behind it; of the first group also the first line."""
+    waiting = group.first > 0  # for a line end
+    for number, begin, end in shard.parts[group.first :]:
+        packed = io.BytesIO(remote.read(shard.name, location, begin, end))
+        with read_errors(shard.name):
+            text = unpack(packed, shard.kind, Path(shard.name)).read()
+        if number < group.last:
+            file.write(text.partition(b"\n")[2] if waiting else text)
+            waiting = waiting and b"\n" not in text
+        elif waiting:
+            return
+        else:
+            line, line_end, _ = text.partition(b"\n")
+            file.write(line + line_end)
+            if line_end:
+                return
+
+
+def fetch_all(shards: Mapping[str, str], cache: Path, most_bytes: int) -> Path:
+    """Return a folder in the cache with all files of a source, fetched unless they are there. Raises
+    DataError, also for more than `most_bytes`."""
+    key = hashlib.sha256(json.dumps([*shards]).encode()).hexdigest()[:16]
+    folder = cache / f"fetched-{key}"
+    if folder.is_dir():
+        return folder
+    remote, left = Remote(FETCH_S), most_bytes
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as partial:
+        for number, (name, location) in enumerate(shards.items()):
+            size, version = remote.stat(name, location)
+            left -= size
+            if left < 0:
+                raise DataError(
+                    f"{name} and the files before it have more than {most_bytes / 2**30:.1f} GiB, which is too "
+                    "much for evaluation: name fewer files"
+                )
+            with open(Path(partial, f"{number:06d}-{name.rpartition('/')[2][-100:]}"), "wb") as file:
+                for begin in range(0, size, _PIECE_BYTES):
+                    file.write(remote.read(name, location, begin, min(size, begin + _PIECE_BYTES)))
+            remote.check(name, location, size, version)
+        if not folder.is_dir():  # another process may have been faster
+            shutil.move(partial, folder)
+            Path(partial).mkdir()
+    return folder
