@@ -153,7 +153,7 @@ class DataConfig:
                 )
         if self.streamed and self.eval_fraction not in (0, _HELD_OUT):
             raise ValueError(
-                f"data.eval_fraction={self.eval_fraction}, but a stream holds no documents out: remove it, and "
+                f"data.eval_fraction={self.eval_fraction}, but a stream holds no documents out: remove it and "
                 "use data.validation"
             )
         for name, source in self.validation.items():

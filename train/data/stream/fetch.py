@@ -117,8 +117,8 @@ def fetch_all(shards: Mapping[str, str], cache: Path, most_bytes: int) -> Path:
             left -= size
             if left < 0:
                 raise DataError(
-                    f"{name} and the files before it have more than {most_bytes / 2**30:.1f} GiB, which is too "
-                    "much for evaluation: name fewer files"
+                    f"{name} and the files before it have more than {most_bytes / 2**30:.1f} GiB, which is "
+                    "too much for evaluation: name fewer files"
                 )
             with open(Path(partial, f"{number:06d}-{name.rpartition('/')[2][-100:]}"), "wb") as file:
                 for begin in range(0, size, _PIECE_BYTES):
