@@ -1,4 +1,4 @@
-"""Worker processes of a streamed corpus that are killed, in place of `tokenize_in_worker`. Imports no torch."""
+"""Worker processes of a streamed corpus that are killed, in place of `tokenize_in_worker`; without torch."""
 
 import os
 import signal

@@ -13,11 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class TokenCache:
         with _writing(self._folder):
             for name in ("raw", "data", "results"):
                 (self._folder / name).mkdir(parents=True, exist_ok=True)
-        self._pool, self._lock, self._closed = start_workers(limits.workers), threading.Lock(), False
+        self._pool, self._lock, self._closed = start_workers(limits.workers), threading.Lock(), Future[None]()
         self._threads = BackgroundThread("stream", max(FETCHERS, 2 * limits.workers))
         self._ahead = dict[tuple[int, int], dict[int, Future[GroupTokens]]]()
         self._open = dict[tuple[int, int], Sequence[GroupTokens]]()
@@ -89,15 +90,15 @@ class TokenCache:
     ) -> Sequence[GroupTokens]:
         """Return the tokens of a lane's window, which takes the place of that before, and begin to fetch the
         groups of the window after it, if there is room. `lane`: number of the source and of the lane. Raises
-        DataError."""
+        DataError, and CancelledError once the cache is closed."""
         ahead = self._ahead.pop(lane, {})
         asked = [ahead.get(number) or self._ask(lane[0], number) for number in groups]
-        self._open[lane] = [future.result() for future in asked]
+        self._open[lane] = [self._await(future) for future in asked]
         held = sum(group.size_bytes for window in self._open.values() for group in window)
         if held > self._limits.share_bytes:
             raise DataError(
-                f"the open windows of {len(self._open)} lanes have {held / GIB:.2f} GiB of tokens, but this "
-                f"rank's share of data.cache_gib is {self._limits.share_bytes / GIB:.2f} GiB: raise it, or "
+                f"the open windows of {len(self._open)} lanes have {held / GIB:.3g} GiB of tokens, but this "
+                f"rank's share of data.cache_gib is {self._limits.share_bytes / GIB:.3g} GiB: raise it, or "
                 f"use smaller row groups than those of {self._sources[lane[0]].name}"
             )
         if 2 * held <= self._limits.share_bytes:
@@ -105,8 +106,8 @@ class TokenCache:
         return self._open[lane]
 
     def close(self) -> None:
-        """End the worker processes; threads that wait for a source are left alone."""
-        self._closed = True
+        """End the worker processes and a wait in `turn`; threads that wait for a source are left alone."""
+        self._closed.set_result(None)
         for future in [future for of_lane in self._ahead.values() for future in of_lane.values()]:
             future.cancel()
         self._threads.close(limit_s=0)
@@ -115,6 +116,13 @@ class TokenCache:
 
     def _ask(self, source: int, number: int) -> Future[GroupTokens]:
         return self._threads.submit(partial(self._make, self._sources[source], number))
+
+    def _await(self, future: Future[GroupTokens]) -> GroupTokens:
+        either: list[Future[Any]] = [future, self._closed]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not future.done():
+            raise CancelledError
+        return future.result()
 
     # in the threads
 
@@ -182,7 +190,7 @@ class TokenCache:
                 return
             except BrokenProcessPool:
                 with self._lock:
-                    if self._pool is pool and not self._closed:
+                    if self._pool is pool and not self._closed.done():
                         self._pool = start_workers(self._limits.workers)
         raise DataError(
             f"worker processes were killed {KILLED} times while {piece.parts[0].name} was tokenized (perhaps "

@@ -1,5 +1,5 @@
-"""A streamed corpus over HTTP: the same sequences as from local files, while requests, files, worker processes
-and disks fail; and one sentence if that cannot be."""
+"""A streamed corpus over HTTP: the same sequences as from local files, while requests, files, workers and
+disks fail; and one sentence if that cannot be."""
 
 import contextlib
 import errno
@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
 from meshwright.parallel.memory_breakdown import GIB
