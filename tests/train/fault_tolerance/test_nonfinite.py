@@ -18,8 +18,7 @@ from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.hook import Checkpoints
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.data.sequences import Batch, StepData
-from meshwright.train.data.training_data import BatchShape
+from meshwright.train.data.sequences import Batch, BatchShape, StepData
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.fault_tolerance.nonfinite import (
     BadValue,
@@ -40,11 +39,10 @@ from tests.support.steps import step_done
 class Order:
     """Position p is sequence 100 + p of the first source if p is even, of the second if it is odd."""
 
-    names = ("books", "code")
+    strided = False
 
-    def rows(self, first: int, count: int) -> NDArray[np.int64]:
-        positions = np.arange(first, first + count)
-        return np.stack((positions % 2, 100 + positions), axis=1)
+    def describe(self, positions: NDArray[np.int64]) -> str:
+        return "; ".join(f"{100 + position} of {('books', 'code')[position % 2]}" for position in positions)
 
 
 @pytest.fixture

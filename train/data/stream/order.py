@@ -86,12 +86,16 @@ class StreamOrder:
     def check(self, first: int, shape: SequenceShape) -> None:
         """What each rank reads follows from the index, which all ranks have in common."""
 
+    def waiting(self) -> str:
+        """Return the request of this process that has failed for longest, as one clause; "" for none."""
+        return self.remote.waiting()
+
     def describe(self, positions: NDArray[np.int64]) -> str:
         """Name the sequences at these positions."""
         lanes = ", ".join(str(lane) for lane in sorted({*(positions % self.lanes).tolist()}))
         return f"positions {', '.join(map(str, positions.tolist()))} (lanes {lanes})"
 
-    def progress(self, position: int, sums: Sequence[int]) -> dict[str, float]:
+    def progress(self, position: int, sums: Sequence[int] = ()) -> dict[str, float]:
         """Return the progress as metrics, from the sums of the readers' counts."""
         fetched, *parts = sums
         epochs = [part / _PARTS / count for part, count in zip(parts, self.counts, strict=True)]
@@ -186,7 +190,7 @@ def load_stream(
 ) -> tuple[StreamOrder, Corpus]:
     """Index the streamed sources of a run; return their order, and the corpus with what it is. `start`: that
     of the checkpoint. Collective: every rank must call it. Raises the same DataError on every rank."""
-    data, remote = config.data, Remote(config.run.timeouts.fetch_s)
+    data, remote = config.data, Remote(config.data.fetch_s or math.inf)
     key = "data.mixture" if data.mixture else "data.source"
     found = broadcast_from_rank0(
         ranks, lambda: {source: find_shards(source, key) for source in data.training_sources}

@@ -13,10 +13,10 @@ from glob import has_magic
 from pathlib import Path
 
 from meshwright.parallel.errors import one_line
+from meshwright.train.config import LIST_SUFFIX, is_remote
 from meshwright.train.errors import DataError
 from meshwright.train.files import read_bounded, user_path
 
-LIST_SUFFIX = ".urls"
 MOST_SHARDS = 1_000_000  # of one line with braces
 _LIST_BYTES = 2**28
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -29,27 +29,9 @@ _INSTALL = {"http": _STREAM, "https": _STREAM, "s3": "pip install s3fs", "s3a": 
 }
 
 
-def is_remote(source: str) -> bool:
-    """Whether a source is a URL (SCHEME://) or a list of them, a file whose name ends in .urls."""
-    return _is_url(source) or source.endswith(LIST_SUFFIX)
-
-
 def is_local(location: str) -> bool:
     """Whether the location of a shard is a path."""
     return not _is_url(location)
-
-
-def check_source(source: str, key: str) -> None:
-    """Refuse a URL with a query or a user in a config, which is stored and printed. Raises DataError, whose
-    message names `key`, but no part of the URL that may be secret."""
-    if _is_url(source):
-        scheme, user, _, query = split_url(source)
-        if user or query or "#" in source:
-            raise DataError(
-                f"{key} is a {scheme} URL with a user, a ? or a #, which may be secret, and a config is "
-                f"stored and printed: put the URL into a file whose name ends in {LIST_SUFFIX}, one URL a "
-                "line, and name that file (a pattern can have * but not ?)"
-            )
 
 
 def find_shards(source: str, key: str = "data.source") -> dict[str, str]:
@@ -61,7 +43,6 @@ def find_shards(source: str, key: str = "data.source") -> dict[str, str]:
     these, or a path relative to it, a line. Raises DataError if a shard cannot be read by its suffix or
     protocol, if two have one name, and if there is none.
     """
-    check_source(source, key)
     shards = dict[str, str]()
     for name, location in _find(source, key):
         if name in shards:
