@@ -38,7 +38,8 @@ def check_source(key: str, source: str) -> None:
     if rest and ("?" in rest or "#" in rest or "@" in rest.partition("/")[0]):
         raise ValueError(
             f"{key} is a {scheme}:// URL with a user, a ? or a #, which may be secret: put it into a file "
-            f"whose name ends in {LIST_SUFFIX}, one URL a line, and name that file (a pattern can have * but not ?)"
+            f"whose name ends in {LIST_SUFFIX}, one URL a line, and name that file (a pattern can have * but "
+            "not ?)"
         )
 
 
