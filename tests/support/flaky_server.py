@@ -80,7 +80,7 @@ class FlakyServer:
 def flaky_server(
     folder: Path, fault_of: Callable[[Request], Fault | None] = lambda request: None
 ) -> Iterator[FlakyServer]:
-    """Serve a folder on a port of 127.0.0.1. `fault_of` decides what is wrong with each answer, by request."""
+    """Serve a folder on a port of 127.0.0.1. `fault_of` decides what is wrong with an answer."""
 
     class Handler(_Handler):
         root = folder
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         status: int,
         headers: Mapping[str, str],
         body: bytes = b"",
-        fault: Fault = Fault(),  # noqa: B008
+        fault: Fault = Fault(),
     ) -> None:
         self.send_response(status)
         for name, value in headers.items():

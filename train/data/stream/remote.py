@@ -107,7 +107,7 @@ class Remote:
                 for_s = time.monotonic() - since
                 if fault.advice or for_s >= self._limit_s or self._closed.is_set():
                     tried = f", tried {attempts} times in {for_s:.0f} s" if attempts > 1 else ""
-                    advice = fault.advice or f"see that its server can be reached, {_AGAIN}"
+                    advice = fault.advice or f"see that it can be reached, {_AGAIN}"
                     raise DataError(f"{name} cannot be read ({fault.reason}{tried}): {advice}")
                 with self._lock:
                     self.retries += 1
@@ -227,12 +227,9 @@ def explain(error: Exception, location: str, stall_s: float) -> RequestFault:
     """Return what an exception of a request means: its reason without secrets, and whether it may pass."""
     if isinstance(error, RequestFault):
         return error
-    response = getattr(error, "response", None)
-    for status in (
-        getattr(error, "status", 0),
-        getattr(error, "code", 0),
-        getattr(response, "status_code", 0),
-    ):
+    http = getattr(error, "response", None)
+    for holder, field in ((error, "status"), (error, "code"), (http, "status_code")):
+        status = getattr(holder, field, 0)
         if isinstance(status, int) and status >= 300:
             return _fault(status)
     if isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -246,7 +243,7 @@ def explain(error: Exception, location: str, stall_s: float) -> RequestFault:
     text = getattr(error, "strerror", None) or own_text
     reason = ": ".join(filter(None, (type(error).__name__, redact(text, location))))
     final = isinstance(error, _FINAL) or getattr(error, "errno", None) in _HOPELESS or "Credentials" in reason
-    return RequestFault(reason, f"check the URL and its credentials, {_AGAIN}" if final else "")
+    return RequestFault(reason, f"check its name and credentials, {_AGAIN}" if final else "")
 
 
 def _fault(status: int) -> RequestFault:

@@ -33,11 +33,11 @@ def is_remote(source: str) -> bool:
 def check_source(source: str, key: str) -> None:
     """Refuse a URL with a user or a query in a config, which is stored and printed. Raises DataError, whose
     message names `key`, but no part of the URL that may be secret."""
-    scheme, user, _, query = split_url(source)
-    if _is_url(source) and (user or query or "#" in source):
+    scheme, user, rest, query = split_url(source)
+    if _is_url(source) and (user or query or "#" in source or not _has_host(scheme, user, rest)):
         raise DataError(
-            f"{key} has a {scheme} URL with a user, ? or #, which may be secret, and configs are stored: write "
-            f"it into a file whose name ends in {LIST_SUFFIX}, one URL a line, and use the path of that file"
+            f"{key} has a {scheme} URL with a user, ? or #, or without a host, which may contain a secret, and "
+            f"configs are stored: write it into a file NAME{LIST_SUFFIX}, one URL a line, and use the file's path"
         )
 
 
@@ -89,6 +89,12 @@ def _is_url(text: str) -> bool:
     return _SCHEME.match(text) is not None
 
 
+def _has_host(scheme: str, user: str, rest: str) -> bool:
+    """Whether a URL has a valid host; without one, parts of a password may seem to be its path."""
+    host = rest.partition("/")[0]
+    return scheme == "file" or (_HOST.fullmatch(host) is not None and not (user and "@" in rest))
+
+
 def _find_listed(file: Path, key: str) -> Iterator[tuple[str, str]]:
     """Names and locations of a .urls file. A local name is relative to its folder, if it is below it."""
     try:
@@ -116,16 +122,13 @@ def _find_urls(url: str, where: str) -> Iterator[tuple[str, str]]:
     scheme, user, rest, query = split_url(url)
     shown = f"{where}{scheme}://{rest}"
     is_http = scheme in ("http", "https")
-    if not _HOST.fullmatch(rest.partition("/")[0]) and scheme != "file":
-        raise DataError(
-            f"{where}the host of a {scheme} URL is invalid: write / ? # in a password as %2F %3F %23"
-        )
+    if not _has_host(scheme, user, rest):
+        raise DataError(f"{where}a {scheme} URL has no valid host: write / ? # in a password as %2F %3F %23")
     try:
         get_filesystem_class(scheme)
     except (ImportError, ValueError) as problem:
-        how = (
-            f"pip install {_INSTALL[scheme]}" if scheme in _INSTALL else "use https://, s3://, gs:// or hf://"
-        )
+        package = _INSTALL.get(scheme)
+        how = f"pip install {package}" if package else "use https://, s3://, gs:// or hf://"
         raise DataError(f"{shown} cannot be read ({one_line(problem)}): {how}") from None
     for each in _expand(rest, shown):
         name = f"{scheme}://{each}"
@@ -157,7 +160,7 @@ def _list(name: str, location: str, where: str) -> Iterator[tuple[str, str]]:
     if not kept:
         raise DataError(f"{where}{name}: none of {len(paths):,} non-empty files has a suffix that is read")
     # paths are without the scheme, and of some file systems without the host
-    start = location.removesuffix(pattern)
+    start = location[: -len(pattern)] if location.endswith(pattern) else name.partition("/")[0] + "//"
     for path in kept:
         scheme, _, rest, _ = split_url((start + path).replace("?", "%3F").replace("#", "%23"))
         yield f"{scheme}://{rest}", start + path
@@ -168,9 +171,7 @@ def _expand(text: str, shown: str) -> Iterator[str]:
     parts = re.split(r"\{([^{}]*)\}", text)
     choices = [_choices(part) if n % 2 else [part] for n, part in enumerate(parts)]
     if not all(choices) or any(letter in part for part in parts[::2] for letter in "{}"):
-        raise DataError(
-            f"{shown}: its braces are no ranges such as {{000..127}} and no lists such as {{a,b}}"
-        )
+        raise DataError(f"{shown}: its braces are neither ranges, as {{000..127}}, nor lists, as {{a,b}}")
     if math.prod(map(len, choices)) > MOST_SHARDS:
         raise DataError(f"{shown} stands for more than {MOST_SHARDS:,} files: write several sources or lines")
     return map("".join, itertools.product(*choices))
