@@ -36,8 +36,8 @@ def check_source(source: str, key: str) -> None:
     scheme, user, rest, query = split_url(source)
     if _is_url(source) and (user or query or "#" in source or not _has_host(scheme, user, rest)):
         raise DataError(
-            f"{key} has a {scheme} URL with a user, ? or #, or without a host, which may contain a secret, and "
-            f"configs are stored: write it into a file NAME{LIST_SUFFIX}, one URL a line, and use the file's path"
+            f"{key} has a {scheme} URL with a user, ? or #, or without a host, which may contain a secret, "
+            f"and configs are stored: write it into a file NAME{LIST_SUFFIX}, one URL a line, and use its path"
         )
 
 
