@@ -50,6 +50,8 @@ LATE = {
     "train.main": ("torch", "matplotlib", "rich"),
     "tools.plan.__main__": ("torch", "matplotlib", "rich"),
     "tools.checkpoint.__main__": ("torch", "matplotlib", "rich"),
+    # a config checks its sources; a run without URLs needs none of these
+    "train.data.stream.remote": ("torch", "fsspec", "aiohttp"),
     "train.phases": (
         *("PIL", "matplotlib", "torchao", "transformers", "datasets", "pyarrow", "tensorboard"),
         *(f"{PACKAGE}.parallel.planner.{name}" for name in ("search", "workload", "timeline")),

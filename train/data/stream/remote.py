@@ -228,13 +228,14 @@ def explain(error: Exception, location: str, stall_s: float) -> RequestFault:
     if isinstance(error, RequestFault):
         return error
     http = getattr(error, "response", None)
-    for holder, field in ((error, "status"), (error, "code"), (http, "status_code")):
-        status = getattr(holder, field, 0)
-        if isinstance(status, int) and status >= 300:
-            return _fault(status)
+    told = ((error, "status"), (http, "status_code"), (error, "code"))
+    # by the first that exists: of aiohttp's, code is deprecated
+    status = next((getattr(holder, field) for holder, field in told if hasattr(holder, field)), 0)
+    if isinstance(status, int) and status >= 300:
+        return _fault(status)
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return RequestFault("no such file", _MISSING)
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden:"):  # as gcsfs says it
         return RequestFault("no permission", _ACCESS)
     if isinstance(error, TimeoutError):
         return RequestFault(f"no complete answer within {stall_s:g} s")

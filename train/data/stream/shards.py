@@ -37,7 +37,7 @@ def check_source(source: str, key: str) -> None:
     if _is_url(source) and (user or query or "#" in source or not _has_host(scheme, user, rest)):
         raise DataError(
             f"{key} has a {scheme} URL with a user, ? or #, or without a host, which may contain a secret, "
-            f"and configs are stored: write it into a file NAME{LIST_SUFFIX}, one URL a line, and use its path"
+            f"and configs are stored: write it into a file NAME{LIST_SUFFIX}, one URL a line, and name that"
         )
 
 
@@ -184,4 +184,6 @@ def _choices(inside: str) -> Sequence[str]:
         return inside.split(",") if "," in inside else []
     padded = any(len(end) > 1 and end.startswith("0") for end in bounds.groups())
     width = max(map(len, bounds.groups())) if padded else 0
-    return [f"{n:0{width}}" for n in range(int(bounds[1]), int(bounds[2]) + 1)[: MOST_SHARDS + 1]]
+    numbers = range(int(bounds[1]), int(bounds[2]) + 1)
+    too_many = [""] * (MOST_SHARDS + 1)
+    return too_many if len(numbers) > MOST_SHARDS else [f"{n:0{width}}" for n in numbers]
