@@ -104,6 +104,7 @@ def flaky_server(
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the body does not wait for the acknowledgement of the headers
     root: Path
     server_state: FlakyServer
 
