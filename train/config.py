@@ -35,7 +35,7 @@ def is_remote(source: str) -> bool:
 def check_source(key: str, source: str) -> None:
     """Raise ValueError, without it, for a URL with what may be secret: a config is stored and printed."""
     scheme, _, rest = source.partition("://")
-    if rest and ("?" in rest or "#" in rest or "@" in rest.partition("/")[0]):
+    if rest and ("?" in rest or "#" in rest or ("@" in rest and scheme != "hf")):
         raise ValueError(
             f"{key} is a {scheme}:// URL with a user, a ? or a #, which may be secret: put it into a file "
             f"whose name ends in {LIST_SUFFIX}, one URL a line, and name that file (a pattern can have * but "

@@ -80,8 +80,7 @@ class FlakyServer:
 def flaky_server(
     folder: Path, fault_of: Callable[[Request], Fault | None] = lambda request: None
 ) -> Iterator[FlakyServer]:
-    """Serve a folder on a port of 127.0.0.1. `fault_of` decides what is wrong with each answer, by
-    request."""
+    """Serve a folder on a port of 127.0.0.1. `fault_of` decides what is wrong with an answer."""
 
     class Handler(_Handler):
         root = folder
@@ -105,6 +104,7 @@ def flaky_server(
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the body does not wait for the acknowledgement of the headers
     root: Path
     server_state: FlakyServer
 
