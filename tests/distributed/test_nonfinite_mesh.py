@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
@@ -120,7 +121,7 @@ def train(case: Case) -> dict[str, Any]:
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )
     order = SampleOrder(corpus.sources, sequences, config.run.seed)
-    loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)
+    loader = TrainLoader(order, sequences, shape, TrainPosition(), torch.device("cpu"), 2)
     lines, repeated = list[str](), (run.sharded, order, shape, loss_of_forward)
     guard = NonFiniteGuard(config.train.max_skipped_steps, *repeated, lines.append)
     now: Now = {"step": 0}

@@ -75,8 +75,9 @@ class TokenCache:
     def __init__(self, sources: Sequence[CachedSource], limits: CacheLimits, remote: Remote) -> None:
         self._sources, self._limits, self._remote = sources, limits, remote
         self._folder = sources[0].job.folder
-        for name in ("raw", "data", "results"):
-            (self._folder / name).mkdir(parents=True, exist_ok=True)
+        with _writing(self._folder):
+            for name in ("raw", "data", "results"):
+                (self._folder / name).mkdir(parents=True, exist_ok=True)
         self._pool, self._lock, self._closed = start_workers(limits.workers), threading.Lock(), False
         self._threads = BackgroundThread("stream", max(FETCHERS, 2 * limits.workers))
         self._ahead = dict[tuple[int, int], dict[int, Future[GroupTokens]]]()
@@ -136,9 +137,12 @@ class TokenCache:
         return tokens
 
     def _find(self, source: CachedSource, name: int) -> GroupTokens | None:
-        """The tokens of a finished group, if its files are intact."""
+        """The tokens of a finished group, if its files are intact, and it has no more bad records than are
+        left out, which making it again would report."""
         try:
-            shard = read_result(result_path(self._folder, name)).shards[_TRAIN]
+            result = read_result(result_path(self._folder, name))
+            result.bad.check(source.job.settings.skip_bad)
+            shard = result.shards[_TRAIN]
             if shard is None:
                 return GroupTokens(np.empty(0, np.uint16), np.empty(0, np.int64), name)
             ids, ends = (_path(self._folder, name, suffix) for suffix in (".bin", ".ends"))
@@ -156,15 +160,11 @@ class TokenCache:
     ) -> None:
         raw, parts = self._folder / "raw", list[Part]()
         try:
-            for number, shard in enumerate(shards):
-                location = source.locations[shard.name]
-                parts.append(fetch_part(self._remote, shard, location, group, raw / f"{name}-{number}"))
+            with _writing(self._folder):
+                for number, shard in enumerate(shards):
+                    location = source.locations[shard.name]
+                    parts.append(fetch_part(self._remote, shard, location, group, raw / f"{name}-{number}"))
             self._run(Piece(name, tuple(parts)), source.job)
-        except OSError as error:
-            raise DataError(
-                f"cannot write to {self._folder} ({error.strerror}): free space, lower data.cache_gib, or "
-                "use another data.cache_dir; the same command goes on"
-            ) from None
         except DataError as error:
             message = str(error)
             for part in parts:
@@ -192,9 +192,12 @@ class TokenCache:
         )
 
     def _trim(self) -> None:
-        """Delete the groups that were used least lately, and are not in use, until the rest is small
-        enough."""
-        held = {group.name for window in list(self._open.values()) for group in window}
+        """Delete the groups that were used least lately, and are not of a window that is open or the next of
+        its lane, until the rest is small enough."""
+        ahead = [future for of_lane in list(self._ahead.values()) for future in of_lane.values()]
+        done = [f.result() for f in ahead if f.done() and not (f.cancelled() or f.exception())]
+        windows = [*self._open.values(), done]
+        held = {group.name for window in windows for group in window}
         for name in held:  # other ranks do not know that they are in use
             with contextlib.suppress(OSError):
                 os.utime(_path(self._folder, name, ".bin"))
@@ -215,9 +218,10 @@ class TokenCache:
                 and path.suffix == ".bin"
                 and (name := int(path.stem.rpartition("-")[2])) not in held
             ):
-                for each in (result_path(self._folder, name), path, path.with_suffix(".ends")):
+                ends = path.with_suffix(".ends")
+                used -= size + (ends.stat().st_size if ends.exists() else 0)
+                for each in (result_path(self._folder, name), path, ends):
                     each.unlink(missing_ok=True)
-                used -= size
 
 
 def _name(job: TokenizeJob, group: StreamGroup, shards: Sequence[StreamShard]) -> int:
@@ -230,6 +234,18 @@ def _name(job: TokenizeJob, group: StreamGroup, shards: Sequence[StreamShard]) -
 
 def _path(folder: Path, name: int, suffix: str) -> Path:
     return folder / "data" / f"{_TRAIN}-{name:05d}{suffix}"
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """A context that converts an OSError into a DataError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {folder} ({error.strerror}): free space, lower data.cache_gib, or use another "
+            "data.cache_dir; the same command goes on"
+        ) from None
 
 
 def _is_intact(shard: ShardInfo, ids: Path, ends: Path) -> bool:
