@@ -17,8 +17,10 @@ class Fault:
     Args:
         status: answer with this status and an empty body
         close: close the connection without an answer
+        raw: send these bytes in place of an answer, then close the connection
         truncate: send only so many bytes of the body, then close the connection
         stall_s: after `truncate` bytes of the body, or else before the answer, wait for so long
+        drip_s: wait for so long before each byte of the body
         ignore_range: send the whole file with status 200
         no_length: leave out Content-Length and the size in Content-Range
         etag: this ETag instead of the file's
@@ -27,8 +29,10 @@ class Fault:
 
     status: int = 0
     close: bool = False
+    raw: bytes = b""
     truncate: int | None = None
     stall_s: float = 0.0
+    drip_s: float = 0.0
     ignore_range: bool = False
     no_length: bool = False
     etag: str = ""
@@ -114,7 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
         file = self.root / unquote(urlsplit(self.path).path[1:])
         if fault.stall_s and fault.truncate is None:
             self.server_state.released.wait(fault.stall_s)
-        if fault.close:
+        if fault.close or fault.raw:
+            self.wfile.write(fault.raw)
             self.close_connection = True
         elif fault.redirect:
             self._answer(302, {"Location": fault.redirect})
@@ -155,7 +160,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             if self.command != "HEAD":
-                self.wfile.write(body[: fault.truncate])
+                for part in (
+                    [body[: fault.truncate]] if not fault.drip_s else [bytes([byte]) for byte in body]
+                ):
+                    self.server_state.released.wait(fault.drip_s)
+                    self.wfile.write(part)
                 if fault.truncate is not None and fault.stall_s:
                     self.server_state.released.wait(fault.stall_s)
         except OSError:  # the client has left

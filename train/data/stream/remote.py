@@ -185,6 +185,7 @@ class WebServers:
         client["headers"] = {**given.get("headers", {}), "Accept-Encoding": "identity"}
         self._http = fsspec.filesystem("https", skip_instance_cache=True, encoded=True, client_kwargs=client)
         self.loop = self._http.loop
+        self._invalid = aiohttp.ClientResponseError
 
     def _strip_protocol(self, location: str) -> str:
         # a signed query is sent as it is
@@ -223,8 +224,11 @@ class WebServers:
         options = self._http.kwargs
         headers = {**options.get("headers", {}), "Range": f"bytes={start}-{end - 1}"}
         session = await self._http.set_session()
-        async with session.get(self._http.encode_url(url), **{**options, "headers": headers}) as answer:
-            yield answer
+        try:
+            async with session.get(self._http.encode_url(url), **{**options, "headers": headers}) as answer:
+                yield answer
+        except self._invalid as problem:  # its text contains headers
+            raise RequestFault(f"its answer is not valid HTTP ({type(problem).__name__})") from None
 
 
 def explain(error: Exception, location: str, stall_s: float) -> RequestFault:
@@ -233,7 +237,6 @@ def explain(error: Exception, location: str, stall_s: float) -> RequestFault:
         return error
     http = getattr(error, "response", None)
     told = ((error, "status"), (http, "status_code"), (error, "code"))
-    # by the first that exists: of aiohttp's, code is deprecated
     status = next((getattr(holder, field) for holder, field in told if hasattr(holder, field)), 0)
     if isinstance(status, int) and status >= 300:
         return _fault(status)
@@ -243,9 +246,7 @@ def explain(error: Exception, location: str, stall_s: float) -> RequestFault:
         return RequestFault("no permission", _ACCESS)
     if isinstance(error, TimeoutError):
         return RequestFault(f"no complete answer within {stall_s:g} s")
-    # the texts of aiohttp contain URLs and headers
-    own_text = "" if type(error).__module__.startswith("aiohttp") else str(error)
-    text = getattr(error, "strerror", None) or own_text
+    text = getattr(error, "strerror", None) or str(error)
     reason = ": ".join(filter(None, (type(error).__name__, redact(text, location))))
     final = isinstance(error, _FINAL) or getattr(error, "errno", None) in _HOPELESS or "Credentials" in reason
     return RequestFault(reason, f"check its name and credentials, {_AGAIN}" if final else "")
