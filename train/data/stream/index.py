@@ -210,8 +210,9 @@ def describe_shard(name: str, location: str, field: str, remote: Remote) -> Stre
 
 
 def read_frames(tail: bytes, size: int) -> tuple[tuple[int, ...], ...]:
-    """Return number, begin and end of each frame, and the begin of its text, of a file of `size` bytes in zstd's seekable format, whose
-    end is `tail`: none of other files, or if the table of frames is longer than the tail.
+    """Return number, begin and end of each frame, and the begin of its text, of a file of `size` bytes in
+    zstd's seekable format, whose end is `tail`: none of other files, or if the table of frames is longer than
+    the tail.
 
     Source: contrib/seekable_format/zstd_seekable_compression_format.md of zstd.
     """
