@@ -295,8 +295,9 @@ def check_raw_size(source: str, key: str = "data.source") -> None:
     if size_bytes > MAX_RAW_BYTES:
         size, most = (f"{n / 2**30:.1f} GiB" for n in (size_bytes, MAX_RAW_BYTES))
         raise DataError(
-            f"{source} has {size} of text, and a run tokenizes at most {most}: prepare it with "
-            f"python -m tools.prepare_data {source} OUT_DIR, and use OUT_DIR as the source"
+            f"{source} has {size} of text, and a run tokenizes at most {most} before it starts: prepare it "
+            f"with python -m tools.prepare_data {source} OUT_DIR, and use OUT_DIR as the source, or set "
+            "data.stream=true"
         )
 
 
