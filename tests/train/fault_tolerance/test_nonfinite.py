@@ -212,9 +212,3 @@ def test_only_the_ranks_that_came_to_it_first_are_named_and_of_a_thousand_a_few(
     assert len(message) < 3000
     assert "992 other ranks" in message
     assert "w and 92 more" in message
-
-
-def test_a_fault_that_no_rank_finds_again_is_called_so():
-    message = describe(7, 5, [finding(rank) for rank in range(4)], "0 to 7")
-    assert "not reproduced on any rank" in message
-    assert "rank 0" not in message

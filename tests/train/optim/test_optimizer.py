@@ -101,18 +101,6 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(tied: bool) -> None:
     assert decay[id(model.head.output.weight)] == (0.0 if tied else CONFIG.weight_decay)
 
 
-def test_frozen_parameters_are_in_no_group_and_have_no_moments() -> None:
-    model = Llama(MODEL)
-    model.layers[0].requires_grad_(False)
-    optimizer = build_optimizer(model, CONFIG)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert (
-        {p for group in optimizer.param_groups for p in group["params"]}
-        == optimizer.state.keys()
-        == set(trained)
-    )
-
-
 def test_moments_exist_before_the_first_step_and_leave_it_as_adamw_has_it() -> None:
     """Compared with a plain AdamW that creates its moments at its first step."""
     ours, plain = Llama(MODEL), Llama(MODEL)
