@@ -14,11 +14,7 @@ from meshwright.parallel.planner.cost_model import sent_blocks
 from meshwright.parallel.planner.hardware import HostMemory, allocator_bytes, load_hardware, reserved_bytes
 from meshwright.parallel.planner.memory_model import host_memory, least_step_memory, predict_step_memory
 from meshwright.parallel.planner.workload import Linear, ModelWorkload, ModuleWorkload, MuonWorkload, Phase
-from meshwright.train.config_parser import parse_config
-from meshwright.train.planning.predict import predict_memory
-from meshwright.train.planning.resolve import plan_run
 from tests.support.plans import change
-from tests.support.simulated import simulated
 
 EMBEDDING, BLOCK, HEAD = 800, 400, 1000  # parameters
 # bytes: of a block's output and of its saved activations, per sequence; of the model's buffers
@@ -446,55 +442,3 @@ def test_what_is_reserved_is_the_pools_or_on_a_cpu_the_peak_and_what_allocator_a
         hardware = dataclasses.replace(load_hardware()[kind], reserved_share=0.25, reserved_gib=2.0)
         assert allocator_bytes(memory, hardware) == of_allocator
         assert reserved_bytes(memory, hardware) == of_allocator + 2 * GIB
-
-
-SMALL = (
-    "--model.dim=256",
-    "--model.n_layers=3",
-    "--model.n_heads=4",
-    "--model.n_kv_heads=2",
-    "--model.ffn_dim=512",
-    "--model.vocab_size=2048",
-    "--train.seq_len=64",
-    "--parallel.compile.enabled=false",
-    "--parallel.param_dtype=bfloat16",
-)
-STORAGE, MOMENTS, REDUCED = (
-    "--parallel.storage_dtype=bfloat16",
-    "--optim.state_dtype=bfloat16",
-    "--parallel.reduce_dtype=bfloat16",
-)
-ACCUMULATED = "--train.global_batch_size=32"
-OFFLOADED = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "--train.seq_len=512"]
-
-
-def slow(*case: object) -> object:
-    return pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sampled(8)])
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("world_size", "keys"),
-    [
-        (1, [STORAGE, MOMENTS]),
-        (4, [STORAGE, "--parallel.dp_replicate=2", ACCUMULATED]),
-        (4, [REDUCED, "--parallel.strategy=ddp"]),
-        (4, [STORAGE, MOMENTS, REDUCED, "--parallel.tp=2"]),
-        (4, OFFLOADED),
-        slow(4, [STORAGE, MOMENTS, ACCUMULATED]),
-        slow(4, [*OFFLOADED, "--parallel.tp=2"]),
-        slow(4, [STORAGE, "--parallel.strategy=ddp"]),
-    ],
-    ids=str,
-)
-def test_memory_in_every_dtype_is_that_of_the_real_code(world_size: int, keys: list[str]) -> None:
-    config = parse_config([*SMALL, *keys])
-    predicted, real = (
-        predict_memory(config.job, plan_run(config.job, world_size)),
-        simulated(world_size, *SMALL, *keys),
-    )
-    for kind in ("params", "optimizer"):
-        assert getattr(predicted.memory, kind) == pytest.approx(getattr(real.memory, kind), rel=1e-3), kind
-    # In the pytest process, unlike in a separate one, a simulated step can keep a small tensor a little
-    # longer: up to 1% here.
-    assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.035)
