@@ -20,8 +20,8 @@ from meshwright.train.main import main
 from meshwright.train.metrics.tensorboard import tag_of
 from tests.e2e.conftest import SMALL
 from tests.support.forks import environment, fork
-from tests.support.launch import TINY, Launch, read_metrics, read_status, run, run_command
-from tests.support.run_faults import LIMIT_S, rows, started, tiny, wait_for_step
+from tests.support.launch import TINY, Launch, read_metrics, read_status, rows_in, run, run_command
+from tests.support.run_faults import LIMIT_S, started, tiny, wait_for_step
 
 CURVE = ("loss", "eval_loss", "grad_norm", "lr")
 KEYS = {
@@ -82,7 +82,7 @@ def test_a_finished_run_has_nothing_to_do_and_more_steps_continue_it_on_another_
     done = run(1, *keys, "--train.steps=6", f"--run.dir={again}")
     assert done.returncode == 0
     assert "step 6 of 6" in done.stdout
-    assert len(rows(again)) == 7
+    assert len(rows_in(again)) == 7
     assert run(1, *keys, "--train.steps=7", "--checkpoint.every=2", f"--run.dir={again}").returncode == 0
     assert read_status(again)["resumed_from"] == 6
     assert run(1, *keys, "--train.steps=3", f"--run.dir={tmp_path / 'alone'}").returncode == 0
@@ -110,7 +110,7 @@ def test_stopped_at_a_random_step_and_resumed_the_curve_is_the_uninterrupted_one
     assert stopped_at >= signal_step
     assert (cut / "checkpoints" / f"step-{stopped_at:08d}").is_dir()
     assert f"stopped at step {stopped_at} of " in launch.output()
-    before, last = len(rows(cut)), stopped_at + 2
+    before, last = len(rows_in(cut)), stopped_at + 2
     for folder in (cut, whole):
         assert run(2, *tiny(data, *saving, steps=last), f"--run.dir={folder}").returncode == 0
     status = read_status(cut)
@@ -120,7 +120,7 @@ def test_stopped_at_a_random_step_and_resumed_the_curve_is_the_uninterrupted_one
         stopped_at,
         "",
     )
-    assert rows(cut)[before]["step"] == stopped_at + 1, "never a silent restart from 0"
+    assert rows_in(cut)[before]["step"] == stopped_at + 1, "never a silent restart from 0"
     got, expected = (
         {step: [row.get(key) for key in CURVE] for step, row in read_metrics(folder).items()}
         for folder in (cut, whole)

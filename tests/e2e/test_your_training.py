@@ -12,8 +12,7 @@ import torch
 from meshwright.train.checkpoint.commit import find_newest
 from meshwright.train.checkpoint.manifest import read_manifest
 from meshwright.train.checkpoint.reader import open_checkpoint, read_full
-from tests.support.launch import EAGER, TINY, read_status, run, write_text
-from tests.support.metrics import rows_in
+from tests.support.launch import EAGER, TINY, read_status, rows_in, run, write_text
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/your-training.md").read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ from meshwright.train.step import train_step, update
 from meshwright.train.training import freeze
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, sharded_alone
+from tests.support.steps import bits, make_batches
 
 # Operators that make the host wait: reading a value (.item()), and shapes that depend on values.
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal")
@@ -45,11 +46,6 @@ def trainer():
         yield run.model, run.sharded, run.optimizer, run.group
 
 
-def make_batches(count: int) -> list[Batch]:
-    tokens = torch.randint(0, 257, (count, 2, 33))
-    return [Batch(row[:, :-1], row[:, 1:]) for row in tokens]
-
-
 def spoil(model, factor: float) -> None:
     """Multiply the loss, and therefore every gradient."""
     model.head.loss.register_forward_hook(lambda _module, _inputs, loss: loss * factor)
@@ -60,21 +56,12 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_weights_moments_and_step_co
     model, sharded, optimizer, _group = trainer
     train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     spoil(model, factor)
-    before = everything(model, optimizer)
+    before = bits(model, optimizer)
     result = train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     assert result.skipped.item() == 1
     assert not math.isfinite(result.grad_norm.item()), "the norm is reported unchanged"
-    assert all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(bits(model, optimizer), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
-
-
-def everything(model, optimizer) -> list[torch.Tensor]:
-    """Copies of weights, moments and step counts."""
-    state = [value for entry in optimizer.state.values() for value in entry.values()]
-    return [
-        (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
-        for x in (*model.parameters(), *state)
-    ]
 
 
 def test_a_step_reduces_three_scalars_over_the_ranks_however_many_parameters_there_are(trainer):

@@ -18,7 +18,7 @@ from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.hook import Checkpoints
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.data.sequences import Batch, StepData
+from meshwright.train.data.sequences import StepData
 from meshwright.train.data.training_data import BatchShape
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.fault_tolerance.nonfinite import (
@@ -34,7 +34,7 @@ from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import StepResult, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
-from tests.support.steps import step_done
+from tests.support.steps import make_batches, step_done
 
 
 class Order:
@@ -61,11 +61,6 @@ def build(*arguments: str) -> Iterator[Any]:
     torch._dynamo.reset()
     with sharded_alone([*TINY, *arguments]) as run:
         yield run.model, run.sharded, run.optimizer, run.group
-
-
-def make_batches(count: int) -> list[Batch]:
-    tokens = torch.randint(0, 257, (count, 2, 33))
-    return [Batch(row[:, :-1], row[:, 1:]) for row in tokens]
 
 
 def open_guard(sharded: Any, max_skipped: int, lines: list[str] | None = None) -> NonFiniteGuard:
