@@ -156,14 +156,6 @@ def test_what_muon_updates_has_one_moment() -> None:
     assert saved == 1.5 * 1024  # in powers of two
 
 
-def test_a_reduction_in_float32_is_cast_to_storage_in_bfloat16() -> None:
-    """Live are the reduction's buffer, its result of half the size, the result in bfloat16, and the gradient
-    of the only weight."""
-    work = with_module(make_work(dtype_bytes=2), weights=((1000, 1),))
-    memory = predict(2, work=work, **STORED).memory
-    assert memory.buffers == TABLES + 4000 + 2000 + 1000 + 2000
-
-
 def test_sums_that_wait_for_the_replicas_wait_in_reduce_dtype() -> None:
     """Four micro batches: in the head's forward of the last one all gradients of the others are live."""
     keys = {"work": make_work(head=5000, dtype_bytes=2), "dp_replicate": 2, "global_batch": 16}
@@ -198,26 +190,22 @@ def test_rows_are_dealt_out_whole_and_padded() -> None:
     )
 
 
-def test_the_last_weights_gradient_lives_until_the_reduction_is_done() -> None:
-    """On two ranks: the reduction's buffer, its result of half the size, and 900 of 1000 values, to which
-    torch's loop holds a reference."""
-    memory = predict(2, work=with_module(make_work(), weights=((100, 1), (10, 90)))).memory
-    assert memory.buffers == TABLES + 4000 + 2000 + 3600
-
-
-def test_a_reduction_in_bfloat16_is_cast_at_its_end() -> None:
-    """Live are the reduction's buffer, its result of half the size, the result in float32, and the gradient
-    of the only weight."""
-    work = with_module(make_work(dtype_bytes=2), weights=((1000, 1),))
-    memory = predict(2, work=work, param_dtype="bfloat16", reduce_dtype="bfloat16").memory
-    assert memory.buffers == TABLES + 2000 + 1000 + 2000 + 2000
-
-
-def test_a_larger_micro_batch_adds_activations_and_logits_alone() -> None:
-    one, three = predict(2).memory, predict(2, 3).memory
-    assert three.logits == 3 * one.logits
-    assert three.activations == 3 * one.activations
-    assert dataclasses.replace(three, activations=one.activations, logits=one.logits) == one
+@pytest.mark.parametrize(
+    ("dtype_bytes", "weights", "dtypes", "live"),
+    [
+        # of 1000 values 900, to which torch's loop holds a reference
+        (4, ((100, 1), (10, 90)), {}, 4000 + 2000 + 3600),
+        # with the result in float32, and in bfloat16, and the gradient of the only weight
+        (2, ((1000, 1),), {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}, 2000 + 1000 + 2000 + 2000),
+        (2, ((1000, 1),), STORED, 4000 + 2000 + 1000 + 2000),
+    ],
+    ids=["float32", "cast to float32", "cast to bfloat16"],
+)
+def test_a_reductions_buffer_its_result_and_the_last_gradient_live_until_it_is_done(
+    dtype_bytes: int, weights: Any, dtypes: dict[str, Any], live: int
+) -> None:
+    work = with_module(make_work(dtype_bytes=dtype_bytes), weights=weights)
+    assert predict(2, work=work, **dtypes).memory.buffers == TABLES + live
 
 
 def test_what_is_sent_to_host_memory_is_there_only_beside_the_block_at_work() -> None:
