@@ -191,10 +191,9 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(data, tmp_path):
 def test_under_torchrun_the_first_thing_on_the_screen_is_our_message_and_its_report_carries_it(tmp_path):
     result = run_command(2, "--config=llama_debug.yaml", "--train.stepz=3", f"--run.dir={tmp_path / 'run'}")
     assert result.returncode == 1, "torchrun's own exit code"
-    assert result.stderr.startswith("ConfigError: unknown key train.stepz")
-    assert result.stderr.count("\nConfigError: unknown key") <= 1, (
-        "only rank 0 prints it; torchrun's report repeats it"
-    )
+    said = "ConfigError: the command line: unknown key train.stepz"
+    assert result.stderr.startswith(said)
+    assert result.stderr.count(f"\n{said}") <= 1, "only rank 0 prints it; torchrun's report repeats it"
     assert "Did you mean train.steps?" in result.stderr
     report = result.stderr.partition("Root Cause")[2]
     assert "unknown key train.stepz" in report
