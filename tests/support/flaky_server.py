@@ -160,9 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             if self.command != "HEAD":
-                for part in (
-                    [body[: fault.truncate]] if not fault.drip_s else [bytes([byte]) for byte in body]
-                ):
+                body = body[: fault.truncate]
+                for part in [body[n : n + 1] for n in range(len(body))] if fault.drip_s else [body]:
                     self.server_state.released.wait(fault.drip_s)
                     self.wfile.write(part)
                 if fault.truncate is not None and fault.stall_s:
