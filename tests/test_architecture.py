@@ -50,6 +50,8 @@ LATE = {
     "train.main": ("torch", "matplotlib", "rich"),
     "tools.plan.__main__": ("torch", "matplotlib", "rich"),
     "tools.checkpoint.__main__": ("torch", "matplotlib", "rich"),
+    # imports what reads URLs when there are some
+    "train.data.stream.remote": ("torch", "fsspec", "aiohttp"),
     "train.phases": (
         *("PIL", "matplotlib", "torchao", "transformers", "datasets", "pyarrow", "tensorboard"),
         *(f"{PACKAGE}.parallel.planner.{name}" for name in ("search", "workload", "timeline")),

@@ -9,7 +9,6 @@ from msgspec import Meta
 from meshwright.models.config import LlamaConfig
 from meshwright.parallel.config import Auto, Kind, ParallelConfig
 from meshwright.parallel.structure import OPTIONAL, Amount, Count, Natural, Positive, Share, convert_fields
-from meshwright.train.data.stream.shards import check_source, is_remote
 
 Period = Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps between events; 0 is never
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
@@ -22,6 +21,25 @@ def check_name(key: str, name: str) -> None:
     if not (module and colon and attribute):
         raise ValueError(
             f"{key}={name} must be MODULE:NAME, such as mine:build, with mine.py in this folder or installed"
+        )
+
+
+LIST_SUFFIX = ".urls"  # of a file with a URL a line
+
+
+def is_remote(source: str) -> bool:
+    """Whether a source of data is a URL (SCHEME://) or a list of them."""
+    return "://" in source or source.endswith(LIST_SUFFIX)
+
+
+def check_source(key: str, source: str) -> None:
+    """Raise ValueError, without it, for a URL with what may be secret: a config is stored and printed."""
+    scheme, _, rest = source.partition("://")
+    if rest and ("?" in rest or "#" in rest or ("@" in rest and scheme != "hf")):
+        raise ValueError(
+            f"{key} is a {scheme}:// URL with a user, a ? or a #, which may be secret: put it into a file "
+            f"whose name ends in {LIST_SUFFIX}, one URL a line, and name that file (a pattern can have * but "
+            "not ?)"
         )
 
 
@@ -77,7 +95,8 @@ class DataConfig:
     Args:
         source: stdlib (the source code of this Python's standard library); a file, folder or glob of text
             files (.txt, .md, source code ...: one document per file) or of record files (.jsonl[.gz|.zst],
-            .parquet, .arrow: one document per record); or a folder written by tools.prepare_data
+            .parquet, .arrow: one document per record); a folder written by tools.prepare_data; or a URL of
+            such files, in which {000..127} stands for many, or a .urls file with one URL a line
         factory: instead of source: MODULE:FUNCTION, a function of yours that returns the sequences at given
             positions of an endless order (docs/your-training.md); null: source
         mixture: instead of source: source -> mixture weight, its share of the sequences, such as {/data/web:
@@ -108,6 +127,8 @@ class DataConfig:
             first run's data-parallel degree that is at least 64. The order of sequences depends on it
         cache_gib: of a stream: size of the tokens that each node keeps in data.cache_dir
         workers: of a stream: processes of each rank that tokenize; auto is all cores but one
+        fetch_s: seconds for which a request to a source of URLs may go on failing before the run ends; 0 is
+            no limit
         prefetch: number of optimizer steps whose batches the loader prepares ahead
     """
 
@@ -129,6 +150,7 @@ class DataConfig:
     lanes: Count | Auto = "auto"
     cache_gib: Positive = 32.0
     workers: Count | Auto = "auto"
+    fetch_s: Limit = 300.0
     prefetch: Count = 2
 
     @property
@@ -153,15 +175,15 @@ class DataConfig:
                 )
         if self.streamed and self.eval_fraction not in (0, _HELD_OUT):
             raise ValueError(
-                f"data.eval_fraction={self.eval_fraction}, but a stream holds no documents out: remove it and "
-                "use data.validation"
+                f"data.eval_fraction={self.eval_fraction}, but a stream holds no documents out: remove it "
+                "and use data.validation"
             )
         for name, source in self.validation.items():
             if not (name and source):
                 raise ValueError(f"data.validation: {{{name!r}: {source!r}}} needs a name and a source")
-            check_source(source, f"data.validation.{name}")
+            check_source(f"data.validation.{name}", source)
         for source in self.training_sources:
-            check_source(source, "data.mixture" if self.mixture else "data.source")
+            check_source("data.mixture" if self.mixture else "data.source", source)
         if self.document_mask and not self.packing:
             raise ValueError(
                 "data.document_mask needs packing: with data.packing=false every sequence is one document; "
@@ -179,7 +201,6 @@ class TimeoutConfig:
         data_s: preparing the corpus; no timeout by default, because its duration grows with the corpus
         first_step_s: the first step of a run, which compiles
         step_s: any other step, including the wait for its data
-        fetch_s: reading a part of a streamed source, again and again if that fails
         evaluation_s: one evaluation
         checkpoint_s: saving one checkpoint
     """
@@ -188,7 +209,6 @@ class TimeoutConfig:
     data_s: Limit = 0.0
     first_step_s: Limit = 3600.0
     step_s: Limit = 600.0
-    fetch_s: Limit = 300.0
     evaluation_s: Limit = 3600.0
     checkpoint_s: Limit = 3600.0
 

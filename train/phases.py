@@ -71,6 +71,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
             supervision.watchdog.enter("data")
             mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
             data = load_training_data(config, planned, mesh, ranks, start, console.print)
+            supervision.watchdog.source = data.order.waiting
             supervision.watchdog.enter("set-up")
             # from here on the folder is written
             supervision.status.start(folder, start.step if start.checkpoint else None, failed_starts)

@@ -1,4 +1,5 @@
-"""Worker processes of a streamed corpus that are killed, in place of `tokenize_in_worker`; without torch."""
+"""Worker processes of a streamed corpus that are killed, in place of `tokenize_in_worker`. Imports no
+torch."""
 
 import os
 import signal

@@ -19,26 +19,19 @@ from torch import Tensor
 
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.parallel.mesh import gather_from_all
-from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.data.sequences import Batch, BatchShape, PositionReader, SequenceShape, StepReader
+from meshwright.train.data.sequences import Batch, PositionOrder, SequenceShape
 from meshwright.train.errors import DataError
 from meshwright.train.user_code import find
 
 CHECKED = 4  # sequences
 
 
-class GivenOrder:
+class GivenOrder(PositionOrder):
     """The order of sequences that a function of yours states; in place of a SampleOrder."""
-
-    strided, lanes = False, 0  # of streamed data
 
     def __init__(self, name: str, seed: int) -> None:
         self._batches: Callable[[int, int, int], Any] = find("data.factory", name)
         self.name, self.sizes, self.seed = name, list[int](), seed
-
-    def reader(self, start: TrainPosition, batch: BatchShape, shape: SequenceShape) -> StepReader:
-        """Return what reads a rank's steps; where it starts is no matter."""
-        return PositionReader(lambda first, count, pinned: self.read(first, count, shape, pinned), batch)
 
     def describe(self, positions: NDArray[np.int64]) -> str:
         """Name the sequences at consecutive positions."""
@@ -68,7 +61,7 @@ class GivenOrder:
         batch = Batch(tokens.contiguous(), targets.contiguous())
         return Batch(*(part.pin_memory() for part in batch.tensors().values())) if pinned else batch
 
-    def progress(self, position: int, sums: Sequence[int]) -> dict[str, float]:
+    def progress(self, position: int, sums: Sequence[int] = ()) -> dict[str, float]:
         return {"sequences": float(position)}
 
     def check(self, first: int, shape: SequenceShape) -> None:

@@ -10,16 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.parallel.errors import first_of
-from meshwright.train.checkpoint.manifest import TrainPosition
-from meshwright.train.data.sequences import (
-    Batch,
-    BatchShape,
-    PositionReader,
-    SequenceShape,
-    StepReader,
-    count_sequences,
-    read_batch,
-)
+from meshwright.train.data.sequences import Batch, PositionOrder, SequenceShape, count_sequences, read_batch
 from meshwright.train.data.token_store import Source
 
 # After this many positions every source has its exact share, so weights have a resolution of 1/10,000.
@@ -122,10 +113,8 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-class SampleOrder:
+class SampleOrder(PositionOrder):
     """The endless order of training sequences: source and sequence of each position."""
-
-    strided, lanes = False, 0  # of streamed data
 
     def __init__(self, sources: tuple[Source, ...], shape: SequenceShape, seed: int) -> None:
         self.splits, self.seed = [source.split for source in sources], seed
@@ -142,13 +131,8 @@ class SampleOrder:
             rows[selected, 1] = sample_indices(places[selected], size, self.seed + source)
         return rows
 
-    def reader(self, start: TrainPosition, batch: BatchShape, shape: SequenceShape) -> StepReader:
-        """Return what reads a rank's steps; where it starts is no matter."""
-
-        def read_at(first: int, count: int, pinned: bool) -> Batch:
-            return read_batch(self.splits, self.rows(first, count), shape, pinned)
-
-        return PositionReader(read_at, batch)
+    def read(self, first: int, count: int, shape: SequenceShape, pinned: bool = False) -> Batch:
+        return read_batch(self.splits, self.rows(first, count), shape, pinned)
 
     def describe(self, positions: NDArray[np.int64]) -> str:
         """Name the sequences at consecutive positions, by source and index in it."""
@@ -160,7 +144,7 @@ class SampleOrder:
     def check(self, first: int, shape: SequenceShape) -> None:
         """The order of given sequences needs no check; that of a function of yours does (`GivenOrder`)."""
 
-    def progress(self, position: int, sums: Sequence[int]) -> dict[str, float]:
+    def progress(self, position: int, sums: Sequence[int] = ()) -> dict[str, float]:
         """Return the progress at `position` as metrics: epochs of the data, or in a mixture sequences and
         epochs of each source. `sums`: of the readers' counts, which have none."""
         if len(self.sizes) == 1:

@@ -1,7 +1,7 @@
 """Reads sequences from token shards into batches, and masks packed documents. Shapes: B sequences of a micro
 batch, T tokens of a sequence, t those of a rank (T without context parallelism)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.parallel.sharded_model import token_positions
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import DataConfig
 from meshwright.train.data.token_store import TokenStream
 from meshwright.train.data.tokenizer import TokenizerInfo
@@ -103,7 +104,7 @@ class StepData:
     micro_batches: list[Batch]
     data_hash: int
     wait_s: float
-    mark: Mark
+    mark: Mark = Mark()
 
 
 class StepReader(Protocol):
@@ -117,26 +118,6 @@ class StepReader(Protocol):
 
     def close(self) -> None:
         """End what reads ahead."""
-
-
-@dataclass(frozen=True)
-class PositionReader:
-    """Reads sequences that are found by their position alone. `read_at`: returns `count` sequences from a
-    position on, given `pinned` too."""
-
-    read_at: Callable[[int, int, bool], Batch]
-    batch: BatchShape
-
-    def read(self, first_sample: int, pinned: bool) -> list[Batch]:
-        size = self.batch.micro_batch_size
-        positions = self.batch.positions(first_sample, strided=False)
-        return [self.read_at(first, size, pinned) for first in positions[::size].tolist()]
-
-    def mark(self) -> Mark:
-        return Mark()
-
-    def close(self) -> None:
-        pass
 
 
 def at_positions(batch: Batch, positions: Tensor) -> Batch:
@@ -184,6 +165,44 @@ def make_sequence_shape(
     """Return the sequence shape that `data.packing` and `data.document_mask` set."""
     start_id = tokenizer.eos if tokenizer.bos is None else None
     return SequenceShape(seq_len, config.packing, config.document_mask, start_id, vocab_size)
+
+
+class PositionOrder:
+    """An order whose sequences are found by their positions alone."""
+
+    strided, lanes = False, 0  # of streamed data
+
+    def read(self, first: int, count: int, shape: SequenceShape, pinned: bool = False) -> Batch:
+        """Return the sequences at positions first .. first + count - 1, as `read_batch` does."""
+        raise NotImplementedError
+
+    def reader(self, start: TrainPosition, batch: BatchShape, shape: SequenceShape) -> StepReader:
+        """Return what reads a rank's steps from `start` on, which is no matter here."""
+        return PositionReader(self, batch, shape)
+
+    def waiting(self) -> str:
+        """Return what source reading waits for, as one clause; "" for none."""
+        return ""
+
+
+@dataclass(frozen=True)
+class PositionReader:
+    """Reads steps of an order whose sequences are found by their positions alone."""
+
+    order: PositionOrder
+    batch: BatchShape
+    shape: SequenceShape
+
+    def read(self, first_sample: int, pinned: bool) -> list[Batch]:
+        size = self.batch.micro_batch_size
+        positions = self.batch.positions(first_sample, self.order.strided)
+        return [self.order.read(first, size, self.shape, pinned) for first in positions[::size].tolist()]
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def close(self) -> None:
+        pass
 
 
 def count_sequences(split: TokenStream, shape: SequenceShape) -> int:

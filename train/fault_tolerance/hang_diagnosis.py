@@ -65,6 +65,7 @@ class RankReport(Where):
         section: set-up, data, first step, step, evaluation or checkpoint; ended after the training loop
         in_section_s: seconds since it entered section and step
         silent_s: seconds since its last heartbeat; 0 if it answered, inf if it never sent one
+        source: what its source of data has failed with, as a clause; "" if nothing fails
     """
 
     rank: int
@@ -72,6 +73,7 @@ class RankReport(Where):
     step: int = 0
     in_section_s: float = 0.0
     silent_s: float = 0.0
+    source: str = ""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -163,7 +165,13 @@ def _place(report: RankReport) -> tuple[str, str]:
 
 def _situation(report: RankReport) -> tuple[object, ...]:
     """Return what the ranks on one line have in common; a silence is rounded."""
-    return report.section, report.step, _place(report), math.ceil(min(report.silent_s, 1e9) / 10)
+    return (
+        report.section,
+        report.step,
+        _place(report),
+        bool(report.source),
+        math.ceil(min(report.silent_s, 1e9) / 10),
+    )
 
 
 def _describe(group: Sequence[RankReport]) -> str:
@@ -175,7 +183,8 @@ def _describe(group: Sequence[RankReport]) -> str:
         return f"{subject}: {first.when}, last heartbeat about {first.silent_s:.0f} s ago"
     if first.section == "ended":
         return f"{subject}: ended after step {first.step}"
-    return f"{subject}: {first.when} for {first.in_section_s:.0f} s, {first.at}"
+    source = f"; its data: {first.source}" if first.source else ""
+    return f"{subject}: {first.when} for {first.in_section_s:.0f} s, {first.at}{source}"
 
 
 def _ranks(reports: Sequence[RankReport]) -> str:

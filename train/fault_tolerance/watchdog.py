@@ -191,6 +191,7 @@ class Watchdog(Hook):
         self._warm = False  # the first step, which compiles, is done
         self._at = self._seen = _At("set-up", 0, time.monotonic())
         self._overslept_s = 0.0
+        self.source: Callable[[], str] = str  # of a report
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -326,7 +327,8 @@ class Watchdog(Hook):
         return replace(self._section_report(), **vars(find_where(main_thread_calls())))
 
     def _section_report(self) -> RankReport:
-        return RankReport(self._rank, self._seen.section, self._seen.step, self._in_section_s())
+        seen = self._seen
+        return RankReport(self._rank, seen.section, seen.step, self._in_section_s(), source=self.source())
 
     def _write_files(self) -> None:
         if self._folder:

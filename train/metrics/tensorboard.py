@@ -195,6 +195,7 @@ TAGS = {
     "reserved_memory_gib": "memory/reserved_gib",
     "data_wait_s": "data/wait_s",
     "epoch": "data/epoch",
+    "data_fetched_mib_per_s": "data/fetched_mib_per_s",
 }
 # prefixes of names that end with a validation set or a source
 GROUPS = {"eval/": "eval/", "epoch/": "data/epoch/", "sequences/": "data/sequences/"}

@@ -147,8 +147,8 @@ BROKEN = (
     Fault(
         "resume-reads-from-the-start",
         "a resumed run reads its data from the beginning",
-        "TrainLoader(self.order, self.sequences, self.batch, position.samples, ",
-        "TrainLoader(self.order, self.sequences, self.batch, 0, ",
+        "TrainLoader(self.order, self.sequences, self.batch, position, ",
+        "TrainLoader(self.order, self.sequences, self.batch, TrainPosition(), ",
     ),
     Fault(
         "shards-of-another-job",

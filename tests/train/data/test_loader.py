@@ -9,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.models.loss import IGNORE_INDEX
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data import sample_order
 from meshwright.train.data import training_data as loader_module
 from meshwright.train.data.corpus import check_sequences
 from meshwright.train.data.sample_order import SampleOrder, sample_indices
-from meshwright.train.data.sequences import Batch, SequenceShape, read_batch
+from meshwright.train.data.sequences import Batch, BatchShape, SequenceShape, read_batch
 from meshwright.train.data.token_store import Source, TokenStream
-from meshwright.train.data.training_data import BatchShape, TrainLoader, hash_tokens
+from meshwright.train.data.training_data import TrainLoader, hash_tokens
 from meshwright.train.errors import DataError
 from meshwright.train.evaluation import set_batches
 from tests.support import stores
@@ -65,7 +66,7 @@ def load(
     shape: BatchShape, split: TokenStream = TOKENS, seed: int = 0, first_sample: int = 0, ahead: int = 2
 ) -> TrainLoader:
     order = SampleOrder((Source("all", 1.0, split),), SEQUENCES, seed)
-    return TrainLoader(order, SEQUENCES, shape, first_sample, CPU, ahead)
+    return TrainLoader(order, SEQUENCES, shape, TrainPosition(samples=first_sample), CPU, ahead)
 
 
 def samples_of(batches: list[Batch]) -> list[int]:
@@ -105,7 +106,7 @@ def test_the_thread_names_no_device_but_its_ranks(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(loader_module, "to_device", lambda batch, device: batch)
     order = SampleOrder((Source("all", 1.0, TOKENS),), SEQUENCES, 0)
-    loader = TrainLoader(order, SEQUENCES, shape_of(1, 2), 0, torch.device("cuda:1"), ahead=2)
+    loader = TrainLoader(order, SEQUENCES, shape_of(1, 2), TrainPosition(), torch.device("cuda:1"), ahead=2)
     for _ in range(3):
         loader.next()
     loader.close()
@@ -175,7 +176,7 @@ class Noted(SampleOrder):
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_no_more_than_so_many_steps_are_read_before_they_are_asked_for(ahead: int) -> None:
     order = Noted()
-    loader = TrainLoader(order, SEQUENCES, shape_of(0, 1), 0, CPU, ahead)
+    loader = TrainLoader(order, SEQUENCES, shape_of(0, 1), TrainPosition(), CPU, ahead)
     for _ in range(20):
         with order.changed:
             assert order.changed.wait_for(lambda: order.seen >= order.asked + ahead, timeout=60)

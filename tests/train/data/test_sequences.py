@@ -13,9 +13,8 @@ from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
 from meshwright.models.loss import IGNORE_INDEX
 from meshwright.train.data.sample_order import CYCLE, SampleOrder, count_draws, draw, shares
-from meshwright.train.data.sequences import Batch, SequenceShape, count_sequences, read_batch
+from meshwright.train.data.sequences import Batch, BatchShape, SequenceShape, count_sequences, read_batch
 from meshwright.train.data.token_store import Source, TokenStream
-from meshwright.train.data.training_data import BatchShape
 from meshwright.train.errors import DataError
 from meshwright.train.evaluation import score_sets
 from meshwright.train.model.trained_model import loss_of_forward

@@ -14,17 +14,16 @@ from typing import BinaryIO
 from meshwright.train.data.prepare.arrow_reader import read_errors, unpack
 from meshwright.train.data.prepare.partition import Part, detect_kind
 from meshwright.train.data.sources import TEXT
-from meshwright.train.data.stream.index import Group, StreamShard
+from meshwright.train.data.stream.index import StreamGroup, StreamShard
 from meshwright.train.data.stream.remote import Remote
 from meshwright.train.data.stream.shards import is_local
 from meshwright.train.errors import DataError
 
 _PIECE_BYTES = 8 * 2**20  # in memory at once
-FETCH_S = 300.0  # for which a file of a whole source may go on failing
 _LINE_BYTES = 2**16  # read at once behind a block, whose last line may end there
 
 
-def fetch_part(remote: Remote, shard: StreamShard, location: str, group: Group, stem: Path) -> Part:
+def fetch_part(remote: Remote, shard: StreamShard, location: str, group: StreamGroup, stem: Path) -> Part:
     """Return what a group has of a shard, as a part of the shard's own file if it is on this machine, else of
     one that is written at `stem` and a suffix. Raises DataError and OSError."""
     in_frames = bool(shard.parts) and shard.kind != "parquet"
@@ -65,7 +64,9 @@ def _path(stem: Path, suffix: str) -> Path:
     return stem.with_name(f"{stem.name}.{suffix}")
 
 
-def _write_ranges(file: BinaryIO, remote: Remote, shard: StreamShard, location: str, group: Group) -> None:
+def _write_ranges(
+    file: BinaryIO, remote: Remote, shard: StreamShard, location: str, group: StreamGroup
+) -> None:
     """Write what a group needs at its place in the file, which has holes."""
     if shard.kind == "parquet":
         ranges = [(group.begin, group.end), (shard.footer, shard.size_bytes)]
@@ -85,7 +86,9 @@ def _write_ranges(file: BinaryIO, remote: Remote, shard: StreamShard, location: 
         at += len(last)
 
 
-def _write_frames(file: BinaryIO, remote: Remote, shard: StreamShard, location: str, group: Group) -> None:
+def _write_frames(
+    file: BinaryIO, remote: Remote, shard: StreamShard, location: str, group: StreamGroup
+) -> None:
     """Write the text of a group of zstd frames at its place in the whole text, and behind it the rest up to
     the first line end. The line that begins the group, or ends in it, is of the group before, so that a group
     without a line end has no line."""
@@ -107,14 +110,14 @@ def _write_frames(file: BinaryIO, remote: Remote, shard: StreamShard, location: 
                 return
 
 
-def fetch_all(shards: Mapping[str, str], cache: Path, most_bytes: int) -> Path:
+def fetch_all(shards: Mapping[str, str], cache: Path, remote: Remote, most_bytes: int) -> Path:
     """Return a folder in the cache with all files of a source, fetched unless they are there. Raises
     DataError, also for more than `most_bytes`."""
     key = hashlib.sha256(json.dumps([*shards]).encode()).hexdigest()[:16]
     folder = cache / f"fetched-{key}"
     if folder.is_dir():
         return folder
-    remote, left = Remote(FETCH_S), most_bytes
+    left = most_bytes
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as partial:
         for number, (name, location) in enumerate(shards.items()):

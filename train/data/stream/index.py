@@ -62,7 +62,7 @@ class StreamShard:
 
 
 @dataclass(frozen=True)
-class Group:
+class StreamGroup:
     """`shards` consecutive shards from `shard` on; of a single one the range first .. last - 1 in units of
     its kind (`Part`), and the bytes begin .. end - 1 to read."""
 
@@ -76,7 +76,7 @@ class Group:
 
 @dataclass(frozen=True)
 class StreamIndex:
-    """All shards of a source, and its groups[n, 6], with the fields of a `Group`."""
+    """All shards of a source, and its groups[n, 6], with the fields of a `StreamGroup`."""
 
     shards: tuple[StreamShard, ...]
     groups: NDArray[np.int64]
@@ -93,8 +93,8 @@ class StreamIndex:
         contents = json.dumps([(shard.size_bytes, shard.content) for shard in self.shards])
         return hashlib.sha256(contents.encode() + self.groups.tobytes()).hexdigest()
 
-    def group(self, number: int) -> Group:
-        return Group(*self.groups[number].tolist())
+    def group(self, number: int) -> StreamGroup:
+        return StreamGroup(*self.groups[number].tolist())
 
 
 def read_index(
@@ -210,9 +210,9 @@ def describe_shard(name: str, location: str, field: str, remote: Remote) -> Stre
 
 
 def read_frames(tail: bytes, size: int) -> tuple[tuple[int, ...], ...]:
-    """Return number, begin and end of each frame of a file of `size` bytes in zstd's seekable format, whose
-    end is `tail`, and where the frame begins in the whole text: none of other files, or if the table of
-    frames is longer than the tail.
+    """Return number, begin and end of each frame, and the begin of its text, of a file of `size` bytes in
+    zstd's seekable format, whose end is `tail`: none of other files, or if the table of frames is longer than
+    the tail.
 
     Source: contrib/seekable_format/zstd_seekable_compression_format.md of zstd.
     """

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.data.corpus import Corpus, cache_root, short_names
+from meshwright.train.data.prepare.partition import is_utf8
 from meshwright.train.data.prepare.worker import PrepareSettings, TokenizeJob
 from meshwright.train.data.sample_order import draw, shares
 from meshwright.train.data.sequences import Batch, BatchShape, Mark, SequenceShape, read_batch
@@ -86,12 +88,16 @@ class StreamOrder:
     def check(self, first: int, shape: SequenceShape) -> None:
         """What each rank reads follows from the index, which all ranks have in common."""
 
+    def waiting(self) -> str:
+        """Return the request of this process that has failed for longest, as one clause; "" for none."""
+        return self.remote.waiting()
+
     def describe(self, positions: NDArray[np.int64]) -> str:
         """Name the sequences at these positions."""
         lanes = ", ".join(str(lane) for lane in sorted({*(positions % self.lanes).tolist()}))
         return f"positions {', '.join(map(str, positions.tolist()))} (lanes {lanes})"
 
-    def progress(self, position: int, sums: Sequence[int]) -> dict[str, float]:
+    def progress(self, position: int, sums: Sequence[int] = ()) -> dict[str, float]:
         """Return the progress as metrics, from the sums of the readers' counts."""
         fetched, *parts = sums
         epochs = [part / _PARTS / count for part, count in zip(parts, self.counts, strict=True)]
@@ -186,7 +192,7 @@ def load_stream(
 ) -> tuple[StreamOrder, Corpus]:
     """Index the streamed sources of a run; return their order, and the corpus with what it is. `start`: that
     of the checkpoint. Collective: every rank must call it. Raises the same DataError on every rank."""
-    data, remote = config.data, Remote(config.run.timeouts.fetch_s)
+    data, remote = config.data, Remote(config.data.fetch_s or math.inf)
     key = "data.mixture" if data.mixture else "data.source"
     found = broadcast_from_rank0(
         ranks, lambda: {source: find_shards(source, key) for source in data.training_sources}
@@ -194,12 +200,13 @@ def load_stream(
     names = short_names(list(found))
     folder = cache_root(data)
     sources = list[CachedSource]()
+    settings, tokenizer = PrepareSettings(0.0, data.text_field, skip_bad=data.skip_bad), corpus.tokenizer
     for source, shards in found.items():
-        settings = PrepareSettings(held_out=0.0, text_field=data.text_field, skip_bad=data.skip_bad)
-        tokenizer = corpus.tokenizer
+        if source == "stdlib" and tokenizer.sha256:
+            shards = {name: path for name, path in shards.items() if is_utf8(Path(path))}
         job = TokenizeJob(
             *(data.tokenizer, data.bos, data.eos, tokenizer.sha256, settings, folder / "stream"),
-            check_text=source != "stdlib" or tokenizer.sha256 != "",
+            check_text=source != "stdlib",  # bytes may be any text
         )
         index = read_index(source, shards, data.text_field, remote, folder, ranks)
         sources.append(CachedSource(names[source], index, shards, job, tokenizer.vocab_size))

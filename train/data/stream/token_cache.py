@@ -35,7 +35,7 @@ from meshwright.train.data.prepare.worker import (
     tokenize_in_worker,
 )
 from meshwright.train.data.stream.fetch import fetch_part
-from meshwright.train.data.stream.index import Group, StreamIndex, StreamShard
+from meshwright.train.data.stream.index import StreamGroup, StreamIndex, StreamShard
 from meshwright.train.data.stream.lanes import GroupTokens
 from meshwright.train.data.stream.remote import Remote
 from meshwright.train.data.token_store import SPLITS, ShardInfo, hash_file
@@ -163,7 +163,9 @@ class TokenCache:
         except (OSError, ValueError):
             return None
 
-    def _tokenize(self, source: CachedSource, group: Group, shards: Sequence[StreamShard], name: int) -> None:
+    def _tokenize(
+        self, source: CachedSource, group: StreamGroup, shards: Sequence[StreamShard], name: int
+    ) -> None:
         raw, parts = self._folder / "raw", list[Part]()
         try:
             with _writing(self._folder):
@@ -230,7 +232,7 @@ class TokenCache:
                     each.unlink(missing_ok=True)
 
 
-def _name(job: TokenizeJob, group: Group, shards: Sequence[StreamShard]) -> int:
+def _name(job: TokenizeJob, group: StreamGroup, shards: Sequence[StreamShard]) -> int:
     """A number that names a group's files: a hash of all that determines them."""
     files = [(shard.name, shard.size_bytes, shard.version, shard.content) for shard in shards]
     inputs = [job.tokenizer_sha256, job.bos, job.eos, job.settings.text_field, job.check_text, files]

@@ -1,5 +1,5 @@
-"""A streamed corpus over HTTP: the same sequences as from local files, while requests, files, workers and
-disks fail; and one sentence if that cannot be."""
+"""A streamed corpus over HTTP: the same sequences as from local files, while requests, files, worker
+processes and disks fail; and one sentence if that cannot be."""
 
 import contextlib
 import errno

@@ -1,7 +1,7 @@
-"""A streamed corpus gives the same sequences on every mesh and after every resume, each document once an epoch."""
+"""A streamed corpus gives the same sequences on every mesh and after every resume, each document once an
+epoch."""
 
 import json
-import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +22,6 @@ from meshwright.train.data.stream.shards import find_shards
 from meshwright.train.data.stream.token_cache import CachedSource, CacheLimits
 from meshwright.train.data.tokenizer import ByteTokenizer
 from meshwright.train.distributed.ranks import ALONE
-from meshwright.train.errors import DataError
 
 PACKED = SequenceShape(24, packing=True, document_mask=True, start_id=None, vocab_size=257)
 UNPACKED = replace(PACKED, packing=False, document_mask=False, start_id=256)
@@ -68,7 +67,8 @@ def read(
     accumulation: int = 1,
     shape: SequenceShape = PACKED,
 ) -> tuple[dict[int, object], TrainPosition]:
-    """Read steps on ranks that share a cache; return the sequence at each position, and where the ranks end."""
+    """Read steps on ranks that share a cache; return the sequence at each position, and where the ranks
+    end."""
     sequences, places, samples = dict[int, object](), dict[str, str](), start.samples
     for rank in range(ranks):
         batch = BatchShape(2, accumulation, rank, ranks)
