@@ -1,0 +1,207 @@
+"""Readers of one text for `benchmarks.streaming`, each run in a process of its own, which reads packed
+sequences and prints its figures: the streamed loader, prepared tokens, and Hugging Face `datasets`."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+SEQ_LEN, BATCH = 2048, 8
+SHUFFLE_BUFFER = 1000  # documents
+
+
+@dataclass(frozen=True)
+class ReadCase:
+    """What one process reads.
+
+    Args:
+        reader: streamed, prepared, datasets, or datasets workers: through a torch DataLoader
+        source: a file of paths or URLs, one a line; or a prepared folder
+        tokenizer: bytes, or a tokenizer.json
+        tokens: to read at least
+        workers: processes that tokenize
+        cache: folder of the streamed loader
+        cache_gib: size of that
+    """
+
+    reader: str
+    source: str
+    tokenizer: str
+    tokens: int
+    workers: int
+    cache: str
+    cache_gib: float = 32.0
+
+
+def serve(folder: Path, parent: Connection) -> None:
+    """Serve a folder by HTTP: send the URL, then the number of requests so far for each message."""
+    from tests.support.flaky_server import Fault, flaky_server
+
+    # a given ETag: otherwise each answer would hash its file
+    with flaky_server(folder, lambda request: Fault(etag="same")) as server:
+        parent.send(server.url)
+        while parent.recv():
+            parent.send(len(server.requests))
+
+
+def read_case(case: ReadCase) -> dict[str, float]:
+    """Read as many tokens as a case wants; return tokens/s, and seconds to the first batch, of wall clock and
+    of all CPUs. Imports are not counted, the start of processes and the listing of the source are."""
+    batches = {"streamed": _streamed, "prepared": _prepared}.get(case.reader, _datasets)(case)
+    next(batches)  # imports
+    start_s, start_cpu_s = time.perf_counter(), tree_cpu_s()
+    tokens, first_s = 0, 0.0
+    with closing(batches):
+        for rows in batches:
+            first_s = first_s or time.perf_counter() - start_s
+            tokens += rows * SEQ_LEN
+            if tokens >= case.tokens:
+                break
+        wall_s, cpu_s = time.perf_counter() - start_s, tree_cpu_s() - start_cpu_s
+    figures = {"tokens": tokens, "wall_s": wall_s, "cpu_s": cpu_s, "first_s": first_s}
+    return figures | {"tokens_per_s": tokens / wall_s, "tokens_per_cpu_s": tokens / cpu_s}
+
+
+def tree_cpu_s() -> float:
+    """CPU seconds of this process and those that it started and that run or have been waited for."""
+    me = psutil.Process()
+    ended = me.cpu_times()
+    times = [ended, *(child.cpu_times() for child in me.children(recursive=True))]
+    return sum(each.user + each.system for each in times) + ended.children_user + ended.children_system
+
+
+def _streamed(case: ReadCase) -> Iterator[int]:
+    import torch.distributed as dist
+
+    from meshwright.train.checkpoint.manifest import TrainPosition
+    from meshwright.train.config import Config, DataConfig
+    from meshwright.train.data.corpus import find_prepared, open_corpus
+    from meshwright.train.data.sequences import BatchShape, SequenceShape
+    from meshwright.train.data.stream.order import load_stream
+    from meshwright.train.distributed.ranks import ALONE
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield 0
+    data = DataConfig(
+        source=case.source,
+        stream=True,
+        tokenizer=case.tokenizer,
+        cache_dir=case.cache,
+        cache_gib=case.cache_gib,
+        workers=case.workers,
+    )
+    corpus, start = open_corpus(data, find_prepared(data)), TrainPosition()
+    order, corpus = load_stream(Config(data=data), corpus, 1, ALONE, start, lambda line: None)
+    batch = BatchShape(BATCH, 1, 0, 1)
+    shape = SequenceShape(SEQ_LEN, True, False, None, corpus.tokenizer.vocab_size)
+    with closing(order.reader(start, batch, shape)) as reader:
+        for first in range(0, sys.maxsize, BATCH):
+            yield sum(len(each.tokens) for each in reader.read(first, pinned=False))
+
+
+def _prepared(case: ReadCase) -> Iterator[int]:
+    from meshwright.train.config import DataConfig
+    from meshwright.train.data.corpus import find_prepared, open_corpus
+    from meshwright.train.data.sample_order import SampleOrder
+    from meshwright.train.data.sequences import SequenceShape
+
+    yield 0
+    data = DataConfig(source=case.source, tokenizer="auto")
+    corpus = open_corpus(data, find_prepared(data))
+    shape = SequenceShape(SEQ_LEN, True, False, None, corpus.tokenizer.vocab_size)
+    order = SampleOrder(corpus.sources, shape, 0)
+    for first in range(0, sys.maxsize, BATCH):
+        yield len(order.read(first, BATCH, shape).tokens)
+
+
+def _datasets(case: ReadCase) -> Iterator[int]:
+    """As its users write it: shuffled through a buffer, tokenized in batches, packed by hand."""
+    import torch
+    from datasets import load_dataset
+
+    encode = _encoder(case.tokenizer)
+
+    class Packed(torch.utils.data.IterableDataset[NDArray[np.int64]]):
+        def __iter__(self) -> Iterator[NDArray[np.int64]]:
+            waiting, size = list[NDArray[np.int64]](), 0
+            for row in stream:
+                waiting.append(row["ids"])
+                size += len(waiting[-1])
+                if size > SEQ_LEN:
+                    joined = np.concatenate(waiting)
+                    last = (size - 1) // SEQ_LEN * SEQ_LEN
+                    yield from (joined[at : at + SEQ_LEN + 1] for at in range(0, last, SEQ_LEN))
+                    waiting, size = [joined[last:]], size - last
+
+    yield 0
+    files = Path(case.source).read_text(encoding="utf-8").split()
+    kind = "parquet" if files[0].endswith(".parquet") else "json"
+    with tempfile.TemporaryDirectory() as cache:
+        raw = load_dataset(kind, data_files=files, split="train", streaming=True, cache_dir=cache)
+        stream = raw.shuffle(seed=0, buffer_size=SHUFFLE_BUFFER).map(
+            lambda rows: {"ids": encode(rows["text"])}, batched=True, remove_columns=["text"]
+        )
+        workers = case.workers if case.reader == "datasets workers" else 0
+        loader = torch.utils.data.DataLoader(Packed(), batch_size=BATCH, num_workers=workers)
+        yield from map(len, loader)
+    raise RuntimeError(f"{case.source} has fewer than {case.tokens:,} tokens")
+
+
+def _encoder(tokenizer: str) -> Any:
+    """A function of texts to the ids of each, with the end of a document."""
+    if tokenizer == "bytes":
+        end = np.array([256])
+        return lambda texts: [
+            np.concatenate((np.frombuffer(text.encode(), np.uint8), end)).astype(np.int64) for text in texts
+        ]
+    from tokenizers import Tokenizer
+
+    library = Tokenizer.from_file(tokenizer)
+    eos = library.token_to_id("<|endoftext|>")
+    return lambda texts: [np.array([*each.ids, eos]) for each in library.encode_batch_fast(list(texts))]
+
+
+@contextmanager
+def memory_of(process: psutil.Process, sampled: list[float]) -> Iterator[None]:
+    """Append the memory of a process and of those below it, in GiB, to `sampled` four times a second: pages
+    that several share count once (PSS)."""
+    import threading
+
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.25):
+            try:
+                tree = [process, *process.children(recursive=True)]
+                sampled.append(sum(each.memory_full_info().pss for each in tree) / 2**30)
+            except psutil.NoSuchProcess:
+                continue  # one has just ended
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def start_case(case: ReadCase) -> Sequence[str]:
+    """Return the command of a case."""
+    return [sys.executable, "-m", __name__, json.dumps(vars(case))]
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    print(json.dumps(read_case(ReadCase(**json.loads(sys.argv[1])))))
