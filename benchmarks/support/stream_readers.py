@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -81,7 +81,7 @@ def tree_cpu_s() -> float:
     return sum(each.user + each.system for each in times) + ended.children_user + ended.children_system
 
 
-def _streamed(case: ReadCase) -> Iterator[int]:
+def _streamed(case: ReadCase) -> Generator[int]:
     import torch.distributed as dist
 
     from meshwright.train.checkpoint.manifest import TrainPosition
@@ -91,7 +91,7 @@ def _streamed(case: ReadCase) -> Iterator[int]:
     from meshwright.train.data.stream.order import load_stream
     from meshwright.train.distributed.ranks import ALONE
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     yield 0
     data = DataConfig(
         source=case.source,
@@ -110,7 +110,7 @@ def _streamed(case: ReadCase) -> Iterator[int]:
             yield sum(len(each.tokens) for each in reader.read(first, pinned=False))
 
 
-def _prepared(case: ReadCase) -> Iterator[int]:
+def _prepared(case: ReadCase) -> Generator[int]:
     from meshwright.train.config import DataConfig
     from meshwright.train.data.corpus import find_prepared, open_corpus
     from meshwright.train.data.sample_order import SampleOrder
@@ -125,10 +125,10 @@ def _prepared(case: ReadCase) -> Iterator[int]:
         yield len(order.read(first, BATCH, shape).tokens)
 
 
-def _datasets(case: ReadCase) -> Iterator[int]:
+def _datasets(case: ReadCase) -> Generator[int]:
     """As its users write it: shuffled through a buffer, tokenized in batches, packed by hand."""
     import torch
-    from datasets import load_dataset
+    from datasets import load_dataset  # type: ignore[import-untyped]
 
     encode = _encoder(case.tokenizer)
 
