@@ -1,15 +1,16 @@
 """Readers of one text for `benchmarks.streaming`, each run in a process of its own, which reads packed
 sequences and prints its figures: the streamed loader, prepared tokens, and Hugging Face `datasets`."""
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,6 @@ class ReadCase:
     workers: int
     cache: str
     cache_gib: float = 32.0
-
-
-def serve(folder: Path, parent: Connection) -> None:
-    """Serve a folder by HTTP: send the URL, then the number of requests so far for each message."""
-    from tests.support.flaky_server import Fault, flaky_server
-
-    # a given ETag: otherwise each answer would hash its file
-    with flaky_server(folder, lambda request: Fault(etag="same")) as server:
-        parent.send(server.url)
-        while parent.recv():
-            parent.send(len(server.requests))
 
 
 def read_case(case: ReadCase) -> dict[str, float]:
@@ -173,28 +163,34 @@ def _encoder(tokenizer: str) -> Any:
 
 
 @contextmanager
-def memory_of(process: psutil.Process, sampled: list[float]) -> Iterator[None]:
-    """Append the memory of a process and of those below it, in GiB, to `sampled` four times a second: pages
-    that several share count once (PSS)."""
-    import threading
-
-    ended = threading.Event()
+def sample_tree(process: psutil.Process, cache: Path) -> Iterator[dict[str, float]]:
+    """Sample four times a second; the yielded peaks have `peak_gib`, of the memory of a process and those
+    below it, where pages that several share count once (PSS), and `cache_gib`, of the files in a folder."""
+    peaks, ended = {"peak_gib": 0.0, "cache_gib": 0.0}, threading.Event()
 
     def sample() -> None:
         while not ended.wait(0.25):
-            try:
+            size = sum(_size(path) for path in cache.rglob("*"))
+            peaks["cache_gib"] = max(peaks["cache_gib"], size / 2**30)
+            with contextlib.suppress(psutil.NoSuchProcess):  # one has just ended
                 tree = [process, *process.children(recursive=True)]
-                sampled.append(sum(each.memory_full_info().pss for each in tree) / 2**30)
-            except psutil.NoSuchProcess:
-                continue  # one has just ended
+                used = sum(each.memory_full_info().pss for each in tree)
+                peaks["peak_gib"] = max(peaks["peak_gib"], used / 2**30)
 
     thread = threading.Thread(target=sample)
     thread.start()
     try:
-        yield
+        yield peaks
     finally:
         ended.set()
         thread.join()
+
+
+def _size(path: Path) -> int:
+    """The bytes that a file takes on the disk, 0 if it has just been deleted."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_blocks * 512
+    return 0
 
 
 def start_case(case: ReadCase) -> Sequence[str]:
