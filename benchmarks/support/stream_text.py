@@ -1,7 +1,9 @@
 """A text of any size for `benchmarks.streaming`, a tokenizer of it, and a server of files by HTTP."""
 
 import multiprocessing
+import os
 import random
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ def serve(folder: Path, parent: Connection) -> None:
     """Serve a folder by HTTP: send the URL, then the number of requests so far for each message."""
     from tests.support.flaky_server import Fault, flaky_server
 
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115: readers that end reset their connections
     # a given ETag: otherwise each answer would hash its file
     with flaky_server(folder, lambda request: Fault(etag="same")) as server:
         parent.send(server.url)
