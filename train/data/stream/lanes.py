@@ -111,6 +111,10 @@ class Lane:
         groups = self.place.group + read * (self._end - self.place.group)
         return self.place.epoch + groups / len(self._dealt)
 
+    def first_groups(self) -> list[int]:
+        """Return the groups of the window that the lane opens first."""
+        return self._groups_at(self.place)
+
     def next_packed(self, seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens[seq_len + 1] and the ends of documents in them. The last token is also the first of
         the next sequence."""
@@ -171,12 +175,13 @@ class Lane:
             self.place, self._end = place, window_end(self._sizes[self._dealt], place)
             groups = self._dealt[place.group : self._end]
             seed = np.random.SeedSequence([self._seed, place.epoch, self._lane, place.group, 3])
-            self._window = Window(self._read(groups.tolist(), self._following()), seed)
+            following = self._groups_at(Place(place.epoch, self._end))
+            self._window = Window(self._read(groups.tolist(), following), seed)
 
-    def _following(self) -> list[int]:
-        """The groups of the window after this one."""
-        dealt, place = self._dealt, Place(self.place.epoch, self._end)
-        if self._end == len(dealt):
+    def _groups_at(self, place: Place) -> list[int]:
+        """The groups of the window at a place, which is in the next epoch if none is left in its own."""
+        dealt = self._deal(place.epoch)
+        if place.group == len(dealt):
             place = Place(place.epoch + 1)
             dealt = self._deal(place.epoch)
         numbers: list[int] = dealt[place.group : window_end(self._sizes[dealt], place)].tolist()

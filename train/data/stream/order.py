@@ -133,13 +133,32 @@ class StreamReader:
         self._lanes = dict[tuple[int, int], Lane]()
         self._owned = list[tuple[int, int]]()  # of several ranks that read a lane, the first saves its place
         for source, (data, count) in enumerate(zip(order.sources, order.counts, strict=True)):
+            sizes = data.index.sizes
             for number in sorted({lane % count for lane in range(mine, order.lanes, apart)}):
                 key = source, number
                 if min(lane % apart for lane in range(number, order.lanes, count)) == batch.data_rank:
                     self._owned.append(key)
                 place = _parse(start.places.get(_format(key), ""))
                 read = partial(self._cache.turn, key)
-                self._lanes[key] = Lane(number, count, data.index.sizes, order.seed + source, place, read)
+                self._lanes[key] = Lane(number, count, sizes, order.seed + source, place, read)
+        self._begin(start.samples)
+
+    def _begin(self, first_sample: int) -> None:
+        """Begin to fetch the first window of each lane in the order of the positions, before any window that
+        follows, as far as their files have at most half of this rank's share of the cache."""
+        order, room = self._order, self._order.limits.share_bytes / 2
+        sources = order.source_of(first_sample, order.lanes).tolist()
+        keys = [self._key(source, first_sample + n) for n, source in enumerate(sources)]
+        for key in dict.fromkeys(key for key in keys if key in self._lanes):
+            groups = self._lanes[key].first_groups()
+            room -= float(order.sources[key[0]].index.sizes[groups].sum())
+            if room < 0:
+                return
+            self._cache.expect(key, groups)
+
+    def _key(self, source: int, position: int) -> tuple[int, int]:
+        """The source and lane of a position, of which the source is known."""
+        return source, position % self._order.lanes % self._order.counts[source]
 
     def read(self, first_sample: int, pinned: bool) -> list[Batch]:
         """Return the micro batches of the step that begins at position `first_sample`, in host memory. Steps
@@ -149,8 +168,7 @@ class StreamReader:
         for position, source in enumerate(
             order.source_of(first_sample, batch.global_batch_size).tolist(), first_sample
         ):
-            key = source, position % order.lanes % order.counts[source]
-            if (lane := self._lanes.get(key)) is None:
+            if (lane := self._lanes.get(self._key(source, position))) is None:
                 continue
             sequence = self._next(lane, order.names[source])
             if position in own:

@@ -45,6 +45,7 @@ from meshwright.train.files import NO_LOCKS, make_lock
 FETCHERS = 8  # threads, at least: most of them wait for the network
 KILLED = 3  # times that a group may lose its worker process
 RESERVE_BYTES = GIB  # of the disk, left free as far as that needs no file in use
+TRIMS = 32  # of the whole cache: to look at all its files takes long
 ORPHAN_S = 86400.0  # after which an unfinished file is of a process that was killed
 _TRAIN = SPLITS[0]
 
@@ -84,6 +85,11 @@ class TokenCache:
         self._ahead = dict[tuple[int, int], dict[int, Future[GroupTokens]]]()
         self._open = dict[tuple[int, int], Sequence[GroupTokens]]()
         self._used = set[int]()  # by this process: names of groups
+        self._room = 0.0  # bytes of groups to make before the cache is trimmed again
+
+    def expect(self, lane: tuple[int, int], groups: Sequence[int]) -> None:
+        """Begin to fetch the groups of the window for which a lane's first turn will ask."""
+        self._ahead[lane] = {number: self._ask(lane[0], number) for number in groups}
 
     def turn(
         self, lane: tuple[int, int], groups: Sequence[int], following: Sequence[int]
@@ -134,9 +140,12 @@ class TokenCache:
         with _alone(self._folder / "raw" / f"{name}.lock"):
             tokens = self._find(source, name)
             if tokens is None:
-                self._trim()
+                if self._room <= 0:
+                    self._trim()
                 self._tokenize(source, group, shards, name)
                 tokens = self._find(source, name)
+                with self._lock:
+                    self._room -= tokens.size_bytes if tokens else 0
         if tokens is None:
             raise DataError(
                 f"{self._folder}: the tokens of {shards[0].name} are gone or damaged right after they were "
@@ -159,7 +168,9 @@ class TokenCache:
                 return None
             self._used.add(name)
             dtype = token_dtype(source.vocab_size).newbyteorder("<")
-            return GroupTokens(np.memmap(ids, dtype, "r"), np.fromfile(ends, "<u8").astype(np.int64), name)
+            # as a plain array: a memmap takes ten times as long to cut
+            tokens = np.asarray(np.memmap(ids, dtype, "r"))
+            return GroupTokens(tokens, np.fromfile(ends, "<u8").astype(np.int64), name)
         except (OSError, ValueError):
             return None
 
@@ -201,35 +212,37 @@ class TokenCache:
 
     def _trim(self) -> None:
         """Delete the groups that were used least lately, and are not of a window that is open or the next of
-        its lane, until the rest is small enough."""
+        its lane, until what this rank and the others may make before they trim again has room."""
         ahead = [future for of_lane in list(self._ahead.values()) for future in of_lane.values()]
         done = [f.result() for f in ahead if f.done() and not (f.cancelled() or f.exception())]
-        windows = [*self._open.values(), done]
-        held = {group.name for window in windows for group in window}
+        held = {group.name for window in (*list(self._open.values()), done) for group in window}
         for name in held:  # other ranks do not know that they are in use
             with contextlib.suppress(OSError):
                 os.utime(_path(self._folder, name, ".bin"))
-        files, now_s = list[tuple[float, int, Path]](), time.time()
+        files, now_s = list[tuple[float, int, str]](), time.time()
         for entry in (*os.scandir(self._folder / "raw"), *os.scandir(self._folder / "data")):
             with contextlib.suppress(OSError):  # another rank has just deleted it
-                stat, path = entry.stat(), Path(entry.path)
-                if path.suffix in (".bin", ".ends"):
-                    files.append((stat.st_mtime, stat.st_size, path))
+                stat = entry.stat()
+                if entry.name.endswith((".bin", ".ends")):
+                    files.append((stat.st_mtime, stat.st_size, entry.path))
                 elif stat.st_mtime < now_s - ORPHAN_S:
-                    path.unlink()
+                    os.unlink(entry.path)
         used = sum(size for _, size, _ in files)
         disk = os.statvfs(self._folder)
         most = min(self._limits.folder_bytes, used + disk.f_bavail * disk.f_frsize - RESERVE_BYTES)
+        ranks = self._limits.folder_bytes / self._limits.share_bytes
+        left = most - most / TRIMS
         for _, size, path in sorted(files):
-            if (
-                used > most
-                and path.suffix == ".bin"
-                and (name := int(path.stem.rpartition("-")[2])) not in held
-            ):
-                ends = path.with_suffix(".ends")
+            if used <= left:
+                break
+            if path.endswith(".bin") and (name := int(path[:-4].rpartition("-")[2])) not in held:
+                ids = Path(path)
+                ends = ids.with_suffix(".ends")
                 used -= size + (ends.stat().st_size if ends.exists() else 0)
-                for each in (result_path(self._folder, name), path, ends):
+                for each in (result_path(self._folder, name), ids, ends):
                     each.unlink(missing_ok=True)
+        with self._lock:
+            self._room = min(most - used, most / TRIMS) / ranks
 
 
 def _name(job: TokenizeJob, group: StreamGroup, shards: Sequence[StreamShard]) -> int:

@@ -290,8 +290,12 @@ def test_a_file_that_changes_ends_the_run(
         file.write_bytes(changed[change])
     message = refused(lambda: read_packed(order))
     assert message.startswith(f"{server.url}/{folder.name}/0.jsonl ")
-    assert not list((tmp_path / "cache" / "stream" / "raw").iterdir())
-    assert not list((tmp_path / "cache" / "stream" / "results").iterdir())
+    stream, looks = tmp_path / "cache" / "stream", 0
+    while list((stream / "raw").iterdir()):  # what was fetched ahead at the same time fails too
+        looks += 1
+        assert looks < 1000
+        time.sleep(0.01)
+    assert not list((stream / "results").iterdir())
 
 
 def test_a_worker_that_is_killed_is_replaced(
@@ -380,7 +384,7 @@ def test_old_groups_are_deleted_and_those_in_use_are_not(
         while len(sequences) < len(undisturbed) or not stays:
             step = len(sequences) // LANES
             sequences += reader.read(step * LANES, pinned=False)[0].tokens.tolist()
-            assert tokens_bytes(tmp_path / "cache") < 2 * most
+            assert tokens_bytes(tmp_path / "cache") < 2.5 * most  # of 3 times as much
             places.append(dict(reader.mark().places))
             windows = [{lane: place.split()[:2] for lane, place in each.items()} for each in places[-2:]]
             stays = [step] if windows[0] == windows[1] else []  # no lane has opened another window
