@@ -230,7 +230,7 @@ class TokenCache:
         used = sum(size for _, size, _ in files)
         disk = os.statvfs(self._folder)
         most = min(self._limits.folder_bytes, used + disk.f_bavail * disk.f_frsize - RESERVE_BYTES)
-        ranks = self._limits.folder_bytes / self._limits.share_bytes
+        ranks = max(1.0, self._limits.folder_bytes / self._limits.share_bytes)
         left = most - most / TRIMS
         for _, size, path in sorted(files):
             if used <= left:
