@@ -92,6 +92,10 @@ class StreamOrder:
         """Return the request of this process that has failed for longest, as one clause; "" for none."""
         return self.remote.waiting()
 
+    def fetched(self) -> int:
+        """Return the bytes that this process has fetched from sources of URLs."""
+        return self.remote.fetched_bytes
+
     def describe(self, positions: NDArray[np.int64]) -> str:
         """Name the sequences at these positions."""
         lanes = ", ".join(str(lane) for lane in sorted({*(positions % self.lanes).tolist()}))
@@ -187,7 +191,7 @@ class StreamReader:
         for key in self._owned:
             places[_format(key)] = " ".join(map(str, self._lanes[key].place))
             parts[key[0]] += round(self._lanes[key].epochs() * _PARTS)
-        return Mark(places, (self._order.remote.fetched_bytes, *parts))
+        return Mark(places, (self._order.fetched(), *parts))
 
     def close(self) -> None:
         self._cache.close()
