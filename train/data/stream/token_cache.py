@@ -217,7 +217,8 @@ class TokenCache:
                     files.append((stat.st_mtime, stat.st_size, path))
                 elif stat.st_mtime < now_s - ORPHAN_S:
                     path.unlink()
-        used = sum(size for _, size, _ in files)
+        sizes = {path: size for _, size, path in files}
+        used = sum(sizes.values())
         disk = os.statvfs(self._folder)
         most = min(self._limits.folder_bytes, used + disk.f_bavail * disk.f_frsize - RESERVE_BYTES)
         for _, size, path in sorted(files):
@@ -227,7 +228,7 @@ class TokenCache:
                 and (name := int(path.stem.rpartition("-")[2])) not in held
             ):
                 ends = path.with_suffix(".ends")
-                used -= size + (ends.stat().st_size if ends.exists() else 0)
+                used -= size + sizes.get(ends, 0)
                 for each in (result_path(self._folder, name), path, ends):
                     each.unlink(missing_ok=True)
 
