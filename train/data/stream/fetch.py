@@ -90,24 +90,19 @@ def _write_frames(
     file: BinaryIO, remote: Remote, shard: StreamShard, location: str, group: StreamGroup
 ) -> None:
     """Write the text of a group of zstd frames at its place in the whole text, and behind it the rest up to
-    the first line end. The line that begins the group, or ends in it, is of the group before, so that a group
-    without a line end has no line."""
-    waiting = group.first > 0  # for a line end
+    the first line end. A line that begins with the group, or before it, is of the group before."""
     file.seek(shard.parts[group.first][3])
     for number, begin, end, _ in shard.parts[group.first :]:
-        if number >= group.last and waiting:
-            return
         packed = io.BytesIO(remote.read(shard.name, location, begin, end))
         with read_errors(shard.name):
             text = unpack(packed, shard.kind, Path(shard.name)).read()
         if number < group.last:
             file.write(text)
-            waiting = waiting and b"\n" not in text
-        else:
-            line, line_end, _ = text.partition(b"\n")
-            file.write(line + line_end)
-            if line_end:
-                return
+            continue
+        line, line_end, _ = text.partition(b"\n")
+        file.write(line + line_end)
+        if line_end:
+            return
 
 
 def fetch_all(shards: Mapping[str, str], cache: Path, remote: Remote, most_bytes: int) -> Path:

@@ -227,7 +227,8 @@ class TokenCache:
                     files.append((stat.st_mtime, stat.st_size, entry.path))
                 elif stat.st_mtime < now_s - ORPHAN_S:
                     os.unlink(entry.path)
-        used = sum(size for _, size, _ in files)
+        sizes = {path: size for _, size, path in files}
+        used = sum(sizes.values())
         disk = os.statvfs(self._folder)
         most = min(self._limits.folder_bytes, used + disk.f_bavail * disk.f_frsize - RESERVE_BYTES)
         ranks = max(1.0, self._limits.folder_bytes / self._limits.share_bytes)
@@ -238,7 +239,7 @@ class TokenCache:
             if path.endswith(".bin") and (name := int(path[:-4].rpartition("-")[2])) not in held:
                 ids = Path(path)
                 ends = ids.with_suffix(".ends")
-                used -= size + (ends.stat().st_size if ends.exists() else 0)
+                used -= size + sizes.get(str(ends), 0)
                 for each in (result_path(self._folder, name), ids, ends):
                     each.unlink(missing_ok=True)
         with self._lock:
