@@ -95,7 +95,8 @@ class DataConfig:
     Args:
         source: stdlib (the source code of this Python's standard library); a file, folder or glob of text
             files (.txt, .md, source code ...: one document per file) or of record files (.jsonl[.gz|.zst],
-            .parquet, .arrow: one document per record); or a folder written by tools.prepare_data
+            .parquet, .arrow: one document per record); a folder written by tools.prepare_data; or a URL of
+            such files, in which {000..127} stands for many, or a .urls file with one URL a line
         factory: instead of source: MODULE:FUNCTION, a function of yours that returns the sequences at given
             positions of an endless order (docs/your-training.md); null: source
         mixture: instead of source: source -> mixture weight, its share of the sequences, such as {/data/web:

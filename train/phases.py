@@ -92,6 +92,8 @@ def run(config: Config, ranks: RankInfo) -> bool:
                 with hooks.closed_at_exit():
                     metrics, checkpoints = build_hooks(built, hooks, hook_classes, supervision, start, files)
                     reached = train_loop(built, hooks, supervision.stop)
+                    if supervision.stop.agreed:  # perhaps while a step waited for its data
+                        checkpoints.save_if_due(reached, last=True)
 
             stopped = supervision.stop.reason if reached.step < data.total_steps else None
             saved = checkpoints.last or (start.checkpoint if start.step == reached.step else None)

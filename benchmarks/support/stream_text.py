@@ -19,7 +19,8 @@ def serve(folder: Path, parent: Connection) -> None:
     """Serve a folder by HTTP: send the URL, then the number of requests so far for each message."""
     from tests.support.flaky_server import Fault, flaky_server
 
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115: readers that end reset their connections
+    # readers that end reset their connections, of which the server would tell
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     # a given ETag: otherwise each answer would hash its file
     with flaky_server(folder, lambda request: Fault(etag="same")) as server:
         parent.send(server.url)

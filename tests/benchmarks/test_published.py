@@ -31,10 +31,8 @@ from benchmarks.published import (
     worst_error,
     wrong_order,
 )
-from benchmarks.support.frameworks import _cast_first
 from meshwright.parallel.planner.accuracy import ONE_GPU, UNSEEN_GPU, load_errors
 from meshwright.parallel.planner.hardware import load_hardware
-from meshwright.parallel.planner.workload import Linear, Operation
 
 # The compiler traces in this process and emits several warnings.
 pytestmark = [
@@ -63,16 +61,6 @@ def test_each_run_becomes_the_plan_it_was() -> None:
         assert {unit.compiled for unit in blocks} == {run.compile}
         assert plan.units[-1].compiled == (run.compile and run.framework == "KempnerForge")
         assert (plan.units[0].modules == ("tok_embeddings", "head")) == (run.framework == "KempnerForge")
-
-
-def test_float8_gathered_over_tp_is_cast_before_and_joined_and_transposed_after() -> None:
-    gathered, cast = (
-        Operation(kind, name, Linear(), Linear(0.0, size), "bfloat16")
-        for kind, name, size in (("collective", "all_gather", 80.0), ("memory", "fused_amax", 240.0))
-    )
-    # the cast of all in two layouts reads 2 x 80 and writes 2 x 40 bytes; of an eighth, 2 x 10, and 5
-    sizes = [operation.bytes.per_sequence for operation in _cast_first((gathered, cast), 8)]
-    assert sizes == [40, (2 * 10 + 5) + (40 + 2 * 40)]
 
 
 def test_the_hardware_files_have_the_fitted_values() -> None:

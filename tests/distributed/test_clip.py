@@ -70,9 +70,3 @@ def test_gradients_on_mixed_meshes_are_clipped_as_one_process_would() -> None:
         for (parameter, moment), p in zip(ranks[0][name][1].items(), plain, strict=True):
             expected = optimizer.state[p]["exp_avg"]
             torch.testing.assert_close(moment, expected, rtol=1e-6, atol=0, msg=f"{name}: {parameter}")
-
-
-def test_a_gradient_below_the_limit_is_divided_by_one() -> None:
-    assert [clip_divisor(torch.tensor(norm), 2.0).item() for norm in (0.0, 1.0, 1.999)] == [1.0, 1.0, 1.0]
-    assert clip_divisor(torch.tensor(8.0), 2.0).item() == pytest.approx(4.0)
-    assert clip_divisor(torch.tensor(8.0), 0.0) is None

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from meshwright.parallel.fsdp import local_part
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config_parser import parse_config
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
@@ -24,7 +25,7 @@ from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import train_step
 from tests.support.launch import EAGER, TINY, write_text
 from tests.support.sharded import build_sharded
-from tests.support.steps import step_done
+from tests.support.steps import bits, step_done
 from tests.support.stores import load_corpus
 from tests.support.worlds import run_ranks
 
@@ -82,7 +83,7 @@ def nan_parameter(model: nn.Module, now: Now) -> None:
 
     def hook(_module: nn.Module, _inputs: object) -> None:
         if faulty(now):
-            local(model.layers[1].attention.wq.weight).view(-1)[0] = math.nan
+            local_part(model.layers[1].attention.wq.weight).detach().view(-1)[0] = math.nan
 
     model.register_forward_pre_hook(hook, prepend=True)
 
@@ -91,19 +92,6 @@ FAULTS: dict[str, Callable[[nn.Module, Now], None]] = {
     fault.__name__: fault
     for fault in (nan_output, nan_once, inf_gradient, inf_loss, huge_gradient, nan_parameter)
 }
-
-
-def local(x: Tensor) -> Tensor:
-    return (x.to_local() if isinstance(x, DTensor) else x).detach()
-
-
-def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the bits of this rank's parameters and optimizer state, so that NaN compares equal to itself."""
-    tensors = [
-        *model.parameters(),
-        *(value for state in optimizer.state.values() for value in state.values()),
-    ]
-    return [local(x).clone().contiguous().view(torch.int32) for x in tensors]
 
 
 def count_hooks(model: nn.Module) -> int:
@@ -120,7 +108,7 @@ def train(case: Case) -> dict[str, Any]:
         config.data, corpus.tokenizer, config.train.seq_len, config.model.vocab_size
     )
     order = SampleOrder(corpus.sources, sequences, config.run.seed)
-    loader = TrainLoader(order, sequences, shape, 0, torch.device("cpu"), 2)
+    loader = TrainLoader(order, sequences, shape, TrainPosition(), torch.device("cpu"), 2)
     lines, repeated = list[str](), (run.sharded, order, shape, loss_of_forward)
     guard = NonFiniteGuard(config.train.max_skipped_steps, *repeated, lines.append)
     now: Now = {"step": 0}

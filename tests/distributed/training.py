@@ -21,6 +21,7 @@ import meshwright.parallel.tensor_parallel
 from meshwright.models.attention import block_mask
 from meshwright.parallel.compile.stats import count_compiled_graphs
 from meshwright.parallel.fsdp import full_tensor, local_part
+from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import Config
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape
@@ -59,7 +60,7 @@ def train_case(config: Config, steps: int) -> dict[str, Any]:
     )
     whole = replace(shape, context_parallel=1)  # the last batch is padded before it is cut
     loader = TrainLoader(
-        SampleOrder(corpus.sources, sequences, config.run.seed), sequences, whole, 0, device, 2
+        SampleOrder(corpus.sources, sequences, config.run.seed), sequences, whole, TrainPosition(), device, 2
     )
     grads: dict[str, Tensor] = {}
 

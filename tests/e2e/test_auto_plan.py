@@ -14,8 +14,7 @@ from meshwright.train.calibration.measure import kept_path
 from meshwright.train.config_parser import parse_config
 from meshwright.train.metrics.tensorboard import tag_of
 from tests.e2e.conftest import SMALL
-from tests.support.launch import run
-from tests.support.run_faults import rows
+from tests.support.launch import rows_in, run
 
 FIGURES = ("step_time_s", "peak_memory_gib")
 AUTO = [*SMALL, "--train.seq_len=16", "--parallel.plan=auto"]
@@ -44,7 +43,7 @@ def test_a_run_plans_for_itself_and_compares_itself_with_the_prediction(data, tm
     assert mesh.world_size == 2
     assert "2 plans tried" in result.stdout
     assert f"mesh: dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x tp 1" in result.stdout
-    metrics = rows(folder)
+    metrics = rows_in(folder)
     predicted = {name: metrics[-1][f"predicted_{name}"] for name in FIGURES}
     assert all(value > 0 for value in predicted.values())
     board = EventAccumulator(str(folder / "tb")).Reload()

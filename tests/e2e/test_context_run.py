@@ -48,17 +48,9 @@ def test_models_of_others_train_the_same(keys: list[str], data: list[str], tmp_p
     [
         (["--model.factory=tests.support.factories:mixer", "--model.blocks=[12]"], "where its attention is"),
         ([*OWN, "--parallel.cp_exchange=gather"], "is for models with kernels of ours"),
+        (causal_lm("mistral", sliding_window=16), "do not attend to all earlier tokens"),
     ],
 )
-def test_models_whose_attention_cannot_be_divided_are_refused(
-    keys: list[str], message: str, data: list[str], tmp_path: Path
-) -> None:
-    result = run(1, *RUN, *data, *keys, "--parallel.cp=2", f"--run.dir={tmp_path / 'run'}")
-    assert result.returncode == 2
-    assert message in result.stderr
-
-
-def test_windows_that_do_not_reach_all_earlier_tokens_are_refused() -> None:
-    config = parse_config([*RUN, *causal_lm("mistral", sliding_window=16), "--parallel.cp=2"])
-    with pytest.raises(PlanError, match="do not attend to all earlier tokens"):
-        plan_run(config.job, 2)
+def test_models_whose_attention_cannot_be_divided_are_refused(keys: list[str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_run(parse_config([*RUN, *keys, "--parallel.cp=2"]).job, 2)

@@ -59,13 +59,6 @@ def test_a_rank_that_is_killed_ends_the_others_whose_main_threads_cannot_return(
     assert f"PeerLostError: {name}" in launch.output()
 
 
-def test_the_error_of_one_rank_ends_the_others_and_is_their_reason(data, tmp_path):
-    folder = tmp_path / "run"
-    with held(folder, "error", "1", data) as launch:
-        reason = ended(launch, folder)
-    assert reason.startswith("rank 1: DataError: a file of the data is gone"), reason
-
-
 def test_a_step_that_takes_longer_than_its_time_out_ends_the_run_with_a_diagnosis(data, tmp_path):
     folder = tmp_path / "run"
     with held(folder, "stuck", "1", data) as launch:

@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"pytest -m 'not slow'": "the test suite itself: .ci/run starts it from the README",
     r"mine:build|mine\.py": "tests/e2e/test_your_model.py",
     r"tools\.dryrun": "tests/tools/dryrun: a download of 0.53 GB",
+    r"https://HOST": "tests/e2e/test_stream_run.py",
     r"train\.main .*llama_8b.* --parallel\.plan=auto": "tests/e2e/test_auto_plan.py",
     r"^sbatch|^kubectl|configs/launch/nodes\.sh|test_launch_slurm": "tests/e2e/test_launch_*.py",
 }

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.parallel.plan.serialize import load_plan
-from tests.support.launch import Launch, read_status, run
+from tests.support.launch import Launch, read_status, rows_in, run
 from tests.support.run_faults import (
     LIMIT_S,
     curve,
     kill,
-    rows,
     steps_of,
     tiny,
     torchrun,
@@ -79,7 +78,7 @@ def test_a_lost_node_shrinks_the_world_and_the_losses_go_on(data, tmp_path):
         os.kill(workers(kept)[0], signal.SIGTERM)
         assert kept.wait(LIMIT_S) == 0, kept.output()[-3000:]
     status = read_status(folder)
-    steps = [row["step"] for row in rows(folder)]
+    steps = [row["step"] for row in rows_in(folder)]
     again = [after for before, after in pairwise(steps) if after != before + 1]
     assert again in ([], [status["resumed_from"] + 1]), (
         "steps repeat at most once: after the resume, unless the last step done was committed"

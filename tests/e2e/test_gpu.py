@@ -160,6 +160,7 @@ def test_batches_are_copied_on_a_stream_on_which_nothing_is_computed(profiled):
 def test_batches_from_another_stream_are_whole_when_they_are_used():
     """The device memory of each step is soon reused while the current stream is busy: the batches must equal
     those of the same order on a CPU."""
+    from meshwright.train.checkpoint.manifest import TrainPosition
     from meshwright.train.data.sample_order import SampleOrder
     from meshwright.train.data.token_store import Source
     from meshwright.train.data.training_data import TrainLoader
@@ -169,7 +170,7 @@ def test_batches_from_another_stream_are_whole_when_they_are_used():
     seen = []
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         loader, busy = (
-            TrainLoader(order, SEQUENCES, shape_of(0, 1, 2), 0, device, 2),
+            TrainLoader(order, SEQUENCES, shape_of(0, 1, 2), TrainPosition(), device, 2),
             torch.ones(2000, 2000, device=device),
         )
         kept = []

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import ROOT, environment, read_status
-from tests.support.run_faults import rows, steps_of, tiny
+from tests.support.launch import ROOT, environment, read_status, rows_in
+from tests.support.run_faults import steps_of, tiny
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "sinfo")
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -144,7 +144,7 @@ def test_at_the_time_limit_it_saves_is_queued_again_and_goes_on(slurm, data, tmp
         assert (stopped["state"], stopped["reason"]) == ("stopped", "signal SIGTERM")
         # 10 s later: a credential of the second in which the old one was revoked counts as revoked too
         output_of(["scontrol", "update", f"JobId={job}", "StartTime=now+10"], slurm)
-        wait(lambda: max(row["step"] for row in rows(folder)) > stopped["step"], output.read_text)
+        wait(lambda: max(row["step"] for row in rows_in(folder)) > stopped["step"], output.read_text)
         assert read_status(folder)["resumed_from"] == stopped["step"]
         assert "Restarts=1" in output_of(["scontrol", "show", "job", job], slurm)
     finally:

@@ -19,8 +19,8 @@ from meshwright.train.user_code import allow
 from tests.support.checkpoint_saves import saved_weights
 from tests.support.factories import RUN, Nano, causal_lm
 from tests.support.hf_models import make_tokens
-from tests.support.launch import EAGER, run, started
-from tests.support.run_faults import curve, rows
+from tests.support.launch import EAGER, rows_in, run, started
+from tests.support.run_faults import curve
 
 QWEN3 = [*RUN, *causal_lm("qwen3"), "--train.steps=16", "--train.eval_every=4", "--checkpoint.every=4"]
 QWEN3.append("--train.eval_sequences=8")
@@ -74,7 +74,7 @@ def test_qwen3_is_killed_goes_on_on_another_mesh_and_returns_to_transformers(dat
     named = run(1, str(folder), "--json", "--sequences=8", QWEN3[len(RUN)], module="tools.eval")
     assert named.returncode == 0, named.stderr
     assert json.loads(named.stdout)["sets"]["held_out"]["loss"] == pytest.approx(
-        rows(folder)[-1]["eval_loss"], abs=1e-4
+        rows_in(folder)[-1]["eval_loss"], abs=1e-4
     )
     text = ["--json", "--sequences=8", "--seq_len=32", "--tokenizer=bytes", data[0].replace(".source", "")]
     scores = [

@@ -15,8 +15,8 @@ from meshwright.train.config_parser import load_config
 from meshwright.train.data.sample_order import SampleOrder
 from meshwright.train.data.sequences import make_sequence_shape, read_batch
 from meshwright.train.data.training_data import hash_tokens
-from tests.support.launch import read_status, run
-from tests.support.run_faults import LIMIT_S, rows, started, steps_of, tiny
+from tests.support.launch import read_status, rows_in, run
+from tests.support.run_faults import LIMIT_S, started, steps_of, tiny
 from tests.support.stores import load_corpus
 
 DOCUMENTS = 160  # of different lengths
@@ -53,7 +53,7 @@ def test_random_starts_kills_batches_and_meshes_train_exactly_the_sequences_aske
     config = load_config(folder / "config.yaml")
     corpus = load_corpus(config.data)
     shape = make_sequence_shape(config.data, corpus.tokenizer, 32, config.model.vocab_size)
-    order, end, written = SampleOrder(corpus.sources, shape, 0), read_status(folder)["step"], rows(folder)
+    order, end, written = SampleOrder(corpus.sources, shape, 0), read_status(folder)["step"], rows_in(folder)
     metrics = {row["step"]: row for row in written if row["step"] <= end}  # a killed start may have had more
     asked, done = round(config.train.epochs * order.sizes[0]), 0
     assert sorted(metrics) == [*range(1, end + 1)], name
@@ -73,9 +73,9 @@ def test_random_starts_kills_batches_and_meshes_train_exactly_the_sequences_aske
     last = list_checkpoints(folder / "checkpoints")[-1]
     assert verify_alone(last).position.samples == done
     again = run(1, *tiny(keys), "--train.global_batch_size=2", f"--run.dir={folder}")
-    assert (again.returncode, rows(folder)) == (0, written), "nothing is left to do"
+    assert (again.returncode, rows_in(folder)) == (0, written), "nothing is left to do"
     assert f"finished: step {step} of {step}, saved in {last};" in again.stdout
 
 
 def logged_epoch(folder: Path) -> float:
-    return rows(folder)[-1]["epoch"] if steps_of(folder) else 0.0
+    return rows_in(folder)[-1]["epoch"] if steps_of(folder) else 0.0

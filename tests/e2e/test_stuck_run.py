@@ -7,11 +7,10 @@ import time
 import pytest
 
 from meshwright.train.config_parser import parse_config
-from tests.support.launch import read_status, run
+from tests.support.launch import read_status, rows_in, run
 from tests.support.run_faults import (
     LIMIT_S,
     check_commits,
-    rows,
     started,
     steps_of,
     tiny,
@@ -63,7 +62,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(data, tmp_
         wait_for_step(launch, folder, max(steps_of(folder)) + 2)
         launch.send_signal(signal.SIGTERM)
         assert launch.wait(LIMIT_S) == 75
-    steps = [row["step"] for row in rows(folder)]
+    steps = [row["step"] for row in rows_in(folder)]
     assert steps == list(range(1, len(steps) + 1)), "the second run has written nothing"
     assert check_commits(folder) == steps[-1]
     assert read_status(folder)["resumed_from"] is None
@@ -92,5 +91,5 @@ def test_a_run_that_fails_at_the_same_step_every_time_is_not_started_for_ever(da
     ):
         assert fact in error, fact
     assert read_status(folder)["state"] == "failed"
-    assert [row["step"] for row in rows(folder)].count(1) == 3, "three starts, and no fourth"
+    assert [row["step"] for row in rows_in(folder)].count(1) == 3, "three starts, and no fourth"
     assert not list((folder / "checkpoints").iterdir()), "a failed save leaves no files"

@@ -133,18 +133,17 @@ def test_the_command_proves_a_model_of_somebody_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argument", "message"),
     [
-        (["--model.factory=theirs"], "must be MODULE:NAME"),
-        (["--model.factory=nowhere:build"], "No module named 'nowhere'"),
-        (["--model.factory=theirs:build", "--tp=2", "--modle.args.x=1"], "unknown argument --modle.args.x=1"),
-        (["--model.factory=theirs:build", "--model.args.x=[1"], "model.args.x: [1"),
-        (["--model.factory=theirs:build", "--model.args.x=1"], "got an unexpected keyword argument 'x'"),
+        ("--modle.args.x=1", "unknown argument --modle.args.x=1"),
+        ("--model.args.x=1", "got an unexpected keyword argument 'x'"),
     ],
 )
-def test_wrong_commands_say_what_is_wrong(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_wrong_commands_say_what_is_wrong(tmp_path: Path, argument: str, message: str) -> None:
+    """tests/train/model/test_factory.py has what else may be wrong with a factory."""
     (tmp_path / "theirs.py").write_text(FACTORY)
+    command = ["--model.factory=theirs:build", "--tp=2", argument]
     files = {"output": tmp_path / "out", "errors": tmp_path / "err"}
-    process = fork_module("meshwright.tools.check", *arguments, folder=tmp_path, **files)
+    process = fork_module("meshwright.tools.check", *command, folder=tmp_path, **files)
     assert process.wait(LIMIT_S) == 2
     assert message in (tmp_path / "err").read_text()

@@ -2,12 +2,10 @@
 additional saved activations."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models.config import LlamaConfig
 from meshwright.models.llama import Llama
@@ -15,26 +13,11 @@ from meshwright.parallel.planner.tracing.eager import TracedModule
 from meshwright.parallel.planner.tracing.trace import capture_joint, compiled_workload, eager_workload
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
+from tests.train.test_step import Count
 
 CONFIG = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=97, max_seq_len=32)
 FUSED = "--parallel.fused_projections=true"
 BLOCK_PRODUCTS = {False: 7 + 14, True: 4 + 8}  # forward and backward
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (
-            torch.ops.aten.mm.default,
-            torch.ops.aten.addmm.default,
-            torch.ops.aten.bmm.default,
-        )
-        return func(*args, **(kwargs or {}))
 
 
 def make_model(fused: bool, attention: str = "cpu") -> Llama:
@@ -84,7 +67,8 @@ def test_loss_and_gradients_are_those_of_separate_products(
 def test_a_run_makes_as_many_products_as_its_plan_says(fused: bool) -> None:
     """With FSDP, eager: 12 products per block instead of 21, and 3 in the head."""
     tokens_BT = torch.zeros(2, 32, dtype=torch.int64)
-    with sharded_alone([*TINY, *EAGER, *([FUSED] if fused else [])]) as alone, Products() as products:
+    products = Count("aten.mm.", "aten.addmm.", "aten.bmm.")
+    with sharded_alone([*TINY, *EAGER, *([FUSED] if fused else [])]) as alone, products:
         alone.model(tokens_BT, tokens_BT).backward()
         assert products.count == alone.config.model.n_layers * BLOCK_PRODUCTS[fused] + 3
         assert alone.plan.fused_projections == fused

@@ -7,19 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo import case
+from tests.support.launch import TINY
 
 VOCABULARY = 264  # of bytes, with the special ids of our tokenizer
 HF_SIZES = {**case.HF_SIZES, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-RUN = [
-    "--train.seq_len=32",
-    "--train.micro_batch_size=2",
-    "--train.global_batch_size=8",
-    "--optim.warmup_steps=2",
-    "--optim.lr=3e-3",
-    "--metrics.every=1",
-    "--run.threads=1",
-    "--checkpoint.every=0",
-]
+RUN = TINY[5:]  # the keys of a tiny run without those of our Llama's shape
 
 
 def causal_lm(model_type: str, **changes: Any) -> list[str]:

@@ -1,6 +1,7 @@
 """A local HTTP server of a folder, with ranges and ETags, whose requests fail as scheduled."""
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,10 @@ class Fault:
     Args:
         status: answer with this status and an empty body
         close: close the connection without an answer
+        raw: send these bytes in place of an answer, then close the connection
         truncate: send only so many bytes of the body, then close the connection
         stall_s: after `truncate` bytes of the body, or else before the answer, wait for so long
+        drip_s: wait for so long before each byte of the body
         ignore_range: send the whole file with status 200
         no_length: leave out Content-Length and the size in Content-Range
         etag: this ETag instead of the file's
@@ -27,8 +30,10 @@ class Fault:
 
     status: int = 0
     close: bool = False
+    raw: bytes = b""
     truncate: int | None = None
     stall_s: float = 0.0
+    drip_s: float = 0.0
     ignore_range: bool = False
     no_length: bool = False
     etag: str = ""
@@ -89,6 +94,10 @@ def flaky_server(
         daemon_threads = True
         request_queue_size = 64
 
+        def handle_error(self, request: object, client_address: object) -> None:
+            if not isinstance(sys.exc_info()[1], OSError):  # a client that leaves early is no error
+                super().handle_error(request, client_address)  # type: ignore[arg-type]
+
     httpd = Server(("127.0.0.1", 0), Handler)
     Handler.server_state = state = FlakyServer(f"http://127.0.0.1:{httpd.server_port}", fault_of)
     thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
@@ -114,7 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         file = self.root / unquote(urlsplit(self.path).path[1:])
         if fault.stall_s and fault.truncate is None:
             self.server_state.released.wait(fault.stall_s)
-        if fault.close:
+        if fault.close or fault.raw:
+            self.wfile.write(fault.raw)
             self.close_connection = True
         elif fault.redirect:
             self._answer(302, {"Location": fault.redirect})
@@ -155,7 +165,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         try:
             if self.command != "HEAD":
-                self.wfile.write(body[: fault.truncate])
+                body = body[: fault.truncate]
+                for part in [body[n : n + 1] for n in range(len(body))] if fault.drip_s else [body]:
+                    self.server_state.released.wait(fault.drip_s)
+                    self.wfile.write(part)
                 if fault.truncate is not None and fault.stall_s:
                     self.server_state.released.wait(fault.stall_s)
         except OSError:  # the client has left

@@ -188,10 +188,14 @@ def run_command(processes: int, *arguments: str) -> Any:
     )
 
 
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    """All rows of metrics.jsonl, in order."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
     """The rows of metrics.jsonl by step; the last row of a step counts."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in rows}
+    return {row["step"]: row for row in rows_in(folder)}
 
 
 def read_status(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The metrics of a run without its training, and TensorBoard's reader of their event files."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from meshwright.train.metrics import writer
 from meshwright.train.metrics.collector import Metrics, StepClock, scores_row
 from meshwright.train.metrics.run_summary import RunSummary
 from meshwright.train.metrics.writer import RowWriter
+from tests.support.launch import rows_in
 
 writer.HANGS_S = 240.0  # no disk hangs here, but the machine may be busy
 
@@ -43,11 +43,6 @@ def log_losses(rows: RowWriter, losses: dict[int, float]) -> None:
     """Log an evaluation with this loss at each step."""
     for step, loss in losses.items():
         rows.on_report({"step": step, **scores_row({"held_out": Score(loss, 1, 1.0)})})
-
-
-def rows_in(folder: Path) -> list[dict[str, Any]]:
-    """All rows of metrics.jsonl, in order."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -3,11 +3,9 @@
 import dataclasses
 from typing import Any
 
-import pytest
 import yaml
 
 from meshwright.parallel.config import CompileConfig, Float8Config, ParallelConfig
-from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.make import RunShape, make_plan
 from meshwright.parallel.plan.schema import ModelUnits, Plan
 from meshwright.parallel.planner.workload import Phase
@@ -82,13 +80,6 @@ def keys_from(text: str) -> dict[str, Any]:
     return keys | {
         n: make(**keys[n]) if isinstance(keys[n], dict) else make(keys[n]) for n, make in made.items()
     }
-
-
-def report_of(*sizes: Any, **keys: Any) -> str:
-    """The message of the PlanError of such a plan."""
-    with pytest.raises(PlanError) as error:
-        plan_of(*sizes, **keys)
-    return str(error.value)
 
 
 def check_facts(message: str, facts: str) -> None:

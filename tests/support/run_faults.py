@@ -1,10 +1,8 @@
 """Common parts of the tests of faults: launches of a tiny run, waits, and checks of its folder."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from meshwright.tools.processes import children, find_running
 from meshwright.train.checkpoint.commit import list_checkpoints, step_of
@@ -86,11 +84,6 @@ def wait_for_commit(running: Launch, folder: Path, step: int) -> None:
 def partials(folder: Path) -> list[Path]:
     """Checkpoints that are being written."""
     return list((folder / "checkpoints").glob(".step-*.partial"))
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows of metrics.jsonl in file order."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def curve(folder: Path) -> dict[int, tuple[float, float]]:

@@ -11,7 +11,6 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from meshwright.models.llama import Llama
@@ -30,25 +29,6 @@ from tests.support.sharded import sharded_alone
 
 Tool = Callable[..., CompletedProcess[str]]
 Output = pytest.CaptureFixture[str]
-
-
-@pytest.mark.sampled(3, day=0)
-def test_whole_weights_are_the_shards_put_together(run: Path) -> None:
-    checkpoint = find_newest(run)
-    whole = saved_weights(checkpoint)
-    seen: dict[str, int] = {}
-    for path in checkpoint.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for name in (key for key in file.keys() if key.startswith("model.")):  # noqa: SIM118 (not a dict)
-                shard = file.get_tensor(name)
-                place = tuple(
-                    slice(o, o + n) for o, n in zip(offsets[name]["saved_offsets"], shard.shape, strict=True)
-                )
-                name = name.removeprefix("model.")
-                assert torch.equal(whole[name][place], shard)
-                seen[name] = seen.get(name, 0) + shard.numel()
-    assert seen == {name: tensor.numel() for name, tensor in whole.items()}
 
 
 def test_an_export_to_a_file_has_the_names_of_the_models_state_dict(

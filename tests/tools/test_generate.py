@@ -247,16 +247,13 @@ def test_an_imported_model_goes_on_as_in_transformers(
     assert out.getvalue() == tokenizer.decode(theirs) + "\n"
 
 
-def test_as_a_command(tool: Tool, sharded_run: Path) -> None:
+def test_as_a_command(tool: Tool, sharded_run: Path, tmp_path: Path) -> None:
     done = tool(
         "generate", "--run", str(sharded_run), "--prompt", "def é", "--max_new_tokens", "40", "--seed", "1"
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("def é")
     assert len(done.stdout) > len("def é\n")
-
-
-def test_a_bad_path_is_one_line(tool: Tool, tmp_path: Path) -> None:
     done = tool("generate", "--run", str(tmp_path), "--prompt", "x")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert re.match("CheckpointError: .*no complete checkpoint", done.stderr)

@@ -320,19 +320,3 @@ def test_print_config_prints_what_reads_back_and_leaves_nothing_for_the_next_par
     parse_config(["--train.steps=7", "--data.mixture={a: 1.0}"]).data.mixture["b"] = 2.0
     assert repr(parse_config([])) == plain
     assert capsys.readouterr().out == ""
-
-
-def test_the_keys_that_scripts_rely_on_exist() -> None:
-    promised = """
-        run.dir run.seed run.grace_s run.max_hours
-        model.dim model.n_layers model.n_heads model.n_kv_heads model.ffn_dim model.vocab_size
-        model.max_seq_len model.rope_theta model.norm_eps model.tie_embeddings
-        parallel.plan parallel.dp_replicate parallel.dp_shard parallel.tp parallel.reshard_after_forward
-        parallel.forward_prefetch parallel.backward_prefetch parallel.activation_checkpoint
-        parallel.param_dtype parallel.reduce_dtype parallel.compile.enabled parallel.compile.backend parallel.compile.mode
-        data.source data.tokenizer train.steps train.epochs train.seq_len train.micro_batch_size
-        train.global_batch_size train.grad_clip train.eval_every
-        optim.lr optim.betas optim.weight_decay optim.warmup_steps optim.schedule
-        checkpoint.every checkpoint.keep checkpoint.resume metrics.every
-        """  # noqa: E501
-    assert set(promised.split()) <= set(known_keys())

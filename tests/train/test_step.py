@@ -1,7 +1,6 @@
 """The training step: it never waits for the device, skips updates that are not finite, and averages over
 tokens."""
 
-import copy
 import gc
 import math
 import re
@@ -23,6 +22,7 @@ from meshwright.train.step import train_step, update
 from meshwright.train.training import freeze
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import build_sharded, sharded_alone
+from tests.support.steps import bits, make_batches
 
 # Operators that make the host wait: reading a value (.item()), and shapes that depend on values.
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal")
@@ -46,32 +46,6 @@ def trainer():
         yield run.model, run.sharded, run.optimizer, run.group
 
 
-def make_batches(count: int) -> list[Batch]:
-    tokens = torch.randint(0, 257, (count, 2, 33))
-    return [Batch(row[:, :-1], row[:, 1:]) for row in tokens]
-
-
-@pytest.mark.parametrize("bad", [False, True], ids=["updated", "skipped"])
-def test_the_profiler_sees_no_read_either_whether_a_step_is_skipped_or_not(trainer, bad):
-    model, sharded, optimizer, _group = trainer
-    spoil(model, math.nan if bad else 1.0)
-    batches = make_batches(1)
-    train_step(sharded, optimizer, batches, 1.0, loss_of_forward)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        result = train_step(sharded, optimizer, batches, 1.0, loss_of_forward)
-    events = profile.events()
-    assert any(event.name == "aten::_fused_adamw_" for event in events), "the profiler must see the step"
-    reads = [event for event in events if event.name.replace("::", ".") in (*READS, "aten.item")]
-    assert not [event.name for event in reads if "aten::_fused_adamw_" not in ancestors(event)]
-    assert result.skipped.item() == bad
-
-
-def ancestors(event) -> list[str]:
-    """Names of an operator and those it ran in. AdamW's CPU kernel reads the step counts; the GPU kernel
-    takes them on the device."""
-    return [event.name, *ancestors(event.cpu_parent)] if event is not None else []
-
-
 def spoil(model, factor: float) -> None:
     """Multiply the loss, and therefore every gradient."""
     model.head.loss.register_forward_hook(lambda _module, _inputs, loss: loss * factor)
@@ -82,42 +56,12 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_weights_moments_and_step_co
     model, sharded, optimizer, _group = trainer
     train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     spoil(model, factor)
-    before = everything(model, optimizer)
+    before = bits(model, optimizer)
     result = train_step(sharded, optimizer, make_batches(2), 1.0, loss_of_forward)
     assert result.skipped.item() == 1
     assert not math.isfinite(result.grad_norm.item()), "the norm is reported unchanged"
-    assert all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(bits(model, optimizer), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_step_after_a_skipped_one_is_what_it_would_have_been_without(trainer):
-    model, sharded, optimizer, _group = trainer
-    first, skipped, second = (make_batches(2) for _ in range(3))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    initial = copy.deepcopy(state)
-    ends = []
-    for batches in ([first, second], [first, skipped, second]):
-        model.load_state_dict(initial["model"])
-        optimizer.load_state_dict(copy.deepcopy(initial["optimizer"]))
-        for batch in batches:
-            hook = model.head.loss.register_forward_hook(
-                lambda _m, _i, x, bad=batch is skipped: x * math.nan if bad else None
-            )
-            assert train_step(sharded, optimizer, batch, 1.0, loss_of_forward).skipped.item() == (
-                batch is skipped
-            )
-            hook.remove()
-        ends.append(everything(model, optimizer))
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-def everything(model, optimizer) -> list[torch.Tensor]:
-    """Copies of weights, moments and step counts."""
-    state = [value for entry in optimizer.state.values() for value in entry.values()]
-    return [
-        (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
-        for x in (*model.parameters(), *state)
-    ]
 
 
 def test_a_step_reduces_three_scalars_over_the_ranks_however_many_parameters_there_are(trainer):

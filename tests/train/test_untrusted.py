@@ -219,20 +219,6 @@ def test_mutants_are_read_or_refused(
 # Single faults
 
 
-@pytest.mark.parametrize("value", [f"{CANARY_MODULE}.X", "../../etc/passwd"])
-def test_a_word_in_place_of_a_section_is_neither_imported_nor_opened(value: str, canaries: Path) -> None:
-    (canaries / "config.yaml").write_text(f"model:\n  rope_scaling: {value}\n")
-    with pytest.raises(ConfigError, match=r"model\.rope_scaling is a section"):
-        load_config(canaries / "config.yaml")
-    assert CANARY_MODULE not in sys.modules
-
-
-def test_a_key_is_not_given_twice_by_writing_it_with_a_dot(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("run: {dir: a}\nrun.dir: b\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml: run\.dir .*twice.*: delete one"):
-        load_config(tmp_path / "config.yaml")
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")

@@ -15,7 +15,6 @@ from meshwright.train.config import DataConfig, is_remote
 from meshwright.train.data.sample_order import CYCLE, shares
 from meshwright.train.data.sequences import SequenceShape, count_sequences
 from meshwright.train.data.sources import HF_PREFIX, RECORD_SUFFIXES, describe_unread, find_files, find_unread
-from meshwright.train.data.stream.shards import find_shards
 from meshwright.train.data.token_store import (
     FORMAT,
     MANIFEST,
@@ -139,6 +138,7 @@ def find_folder(source: str, config: DataConfig, held_out: float | None = None) 
     if is_remote(source):
         from meshwright.train.data.stream.fetch import fetch_all  # late: few runs have one
         from meshwright.train.data.stream.remote import Remote
+        from meshwright.train.data.stream.shards import find_shards
 
         shards, remote = find_shards(source, "data.validation"), Remote(config.fetch_s or math.inf)
         source = str(fetch_all(shards, cache_root(config), remote, MAX_RAW_BYTES))
@@ -295,8 +295,9 @@ def check_raw_size(source: str, key: str = "data.source") -> None:
     if size_bytes > MAX_RAW_BYTES:
         size, most = (f"{n / 2**30:.1f} GiB" for n in (size_bytes, MAX_RAW_BYTES))
         raise DataError(
-            f"{source} has {size} of text, and a run tokenizes at most {most}: prepare it with "
-            f"python -m tools.prepare_data {source} OUT_DIR, and use OUT_DIR as the source"
+            f"{source} has {size} of text, and a run tokenizes at most {most} before it starts: prepare it "
+            f"with python -m tools.prepare_data {source} OUT_DIR, and use OUT_DIR as the source, or set "
+            "data.stream=true"
         )
 
 

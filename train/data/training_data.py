@@ -9,7 +9,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -68,16 +68,22 @@ class TrainLoader:
     ) -> None:
         self._reader, self._shape, self._strided = order.reader(start, shape, sequences), shape, order.strided
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._next_sample = start.samples
+        self._next_sample, self._asked_s = start.samples, 0.0  # when is_ready was called first for a step
         self._thread, self._ready = BackgroundThread("train-loader"), deque[Future[_Ready]]()
         for _ in range(ahead):
             self._read_ahead()
 
+    def is_ready(self, limit_s: float) -> bool:
+        """Wait at most `limit_s` seconds for the data of the next step, and return whether `next` need not
+        wait. The step's wait begins with the first call."""
+        self._asked_s = self._asked_s or time.perf_counter()
+        return bool(wait([self._ready[0]], limit_s).done)
+
     def next(self) -> StepData:
         """Return this rank's data of the next step. Raises the error of reading it, in later calls too."""
-        start = time.perf_counter()
+        start = self._asked_s or time.perf_counter()
         batches, data_hash, mark, copied = self._ready[0].result()
-        wait_s = time.perf_counter() - start
+        wait_s, self._asked_s = time.perf_counter() - start, 0.0
         self._ready.popleft()
         self._read_ahead()
         if copied is not None:

@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -28,6 +28,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REPEAT_S = 0.5  # a signal within this time after the first is the same request, delivered twice
 EXIT_S = 5.0  # for on_end and the exit; after that the kernel ends the process
 CLOSE_S = 5.0  # how long close() waits for peers that may be dead
+DATA_S = 0.05  # between two looks at the ranks' data, while it is late
 LOST_S = 3.0  # from the loss of a peer until this process ends, if its main thread has not failed by itself
 
 
@@ -122,22 +123,41 @@ class GracefulShutdown(Hook):
         """Return whether to stop; every rank calls it at the same points, after each step and before each
         batch of an evaluation, and all get True at the same one. Raises SaveError if the stop is because a
         checkpoint could not be saved, so that nothing more is saved, and PeerLostError."""
+        if not self.agreed:
+            self._notice_deadline()
+            with _losses():
+                self._agree(self._any_requested(self._group) if self._group else self._request is not None)
+        return self.agreed
+
+    def await_data(self, is_ready: Callable[[float], bool]) -> bool:
+        """Wait until every rank has the data of its next step, and return True; or, if a stop is requested
+        before, return False on all ranks. `is_ready` waits for at most so many seconds. Every rank calls it
+        before each step whose data may be late. Raises as `should_stop`."""
+        while True:
+            ready = is_ready(DATA_S)
+            self._notice_deadline()
+            flags = torch.tensor([int(not ready), int(self._request is not None)], dtype=torch.int32)
+            with _losses():
+                if self._group:
+                    dist.all_reduce(flags, group=self._group)
+                late, requested = flags.tolist()
+                if not late:
+                    return True
+                if requested:
+                    self._agree(True)
+                    return False
+
+    def _notice_deadline(self) -> None:
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             self.request("run.max_hours")
-        if self._group is None:
-            self.agreed = self._request is not None
-        elif not self.agreed:
-            try:
-                self.agreed = self._any_requested(self._group)
-                if self.agreed:
-                    self._share_requests(self._group)
-            except RuntimeError as error:
-                if lost := as_peer_lost_error(error):
-                    raise lost from error
-                raise
-        if self.agreed and self._request and self._request.failed:
+
+    def _agree(self, requested: bool) -> None:
+        """Stop if any rank has requested it, which all ranks know. Raises SaveError."""
+        self.agreed = requested
+        if requested and self._group:
+            self._share_requests(self._group)
+        if requested and self._request and self._request.failed:
             raise SaveError(self._request.reason)
-        return self.agreed
 
     def _any_requested(self, group: dist.ProcessGroup) -> bool:
         """Read the previous step's all-reduce; if no rank had requested a stop, start this step's."""
@@ -278,6 +298,17 @@ class GracefulShutdown(Hook):
                 self._on_end(reason)
                 self.report_failure(reason, by_signal=True)
         exit_immediately(code, f"PeerLostError: {reason}" if lost else f"{reason}; {COMMITS_INTACT}")
+
+
+@contextlib.contextmanager
+def _losses() -> Iterator[None]:
+    """A context that converts the error of a collective with a dead rank into PeerLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if lost := as_peer_lost_error(error):
+            raise lost from error
+        raise
 
 
 def merge_requests(requests: Sequence[ShutdownRequest | None]) -> ShutdownRequest | None:

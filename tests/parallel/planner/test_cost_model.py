@@ -186,11 +186,6 @@ def test_a_links_share_depends_on_how_many_use_it() -> None:
     assert collective_s("all_gather", 16 * GB, Group(16, 8, 1), machine) == pytest.approx(15 / 2.5)
 
 
-def test_one_rank_sends_nothing_and_nothing_takes_no_time() -> None:
-    assert collective_s("all_reduce", GB, Group(1, 1, 8), MACHINE) == 0
-    assert collective_s("all_gather", 0, Group(8, 8, 1), MACHINE) == 0
-
-
 # A step
 
 
@@ -293,17 +288,6 @@ def test_muon_exchanges_beside_what_it_orthogonalises(overlaps: bool) -> None:
     assert optimizer_s < load.seconds <= step.step_s
     one = step_times(plan_of(1), dataclasses.replace(work, muon=muon), machine, 8)
     assert (one.exchange_s, one.optimizer_s > 64 * busy_s) == (0, True)
-
-
-def test_a_modules_computing_and_its_tp_collectives_are_apart() -> None:
-    forward = [operation("memory", "add", moved=GB), operation("collective", "all_gather", moved=GB)]
-    backward = [operation("collective", "reduce_scatter", moved=2 * GB), operation("matmul", flops=100 * GB)]
-    times = step_times(plan_of(8, 2, tp=4), work_of(forward, backward), MACHINE, 8).modules["layers.3"]
-    tp = Group(4, 4, 2)
-    assert times.forward.compute_s == pytest.approx(2 / 500)
-    assert times.forward.tp_s == pytest.approx(collective_s("all_gather", 2 * GB, tp, MACHINE))
-    assert times.backward.compute_s == pytest.approx(200 * GB / 100e12)
-    assert times.backward.tp_s == pytest.approx(collective_s("reduce_scatter", 4 * GB, tp, MACHINE))
 
 
 def test_the_collectives_of_cp_are_exposed_on_its_own_group() -> None:

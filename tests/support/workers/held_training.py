@@ -1,9 +1,8 @@
 """train.main on ranks whose main thread is held at a step: `WAY RANKS STEP ARGUMENTS of train.main`.
 
 The ways, on the RANKS (such as 0,2): device (it never returns, as from a collective on a GPU whose peer is
-dead; the other ranks wait for a signal), error (it raises DataError; the other ranks are held), stuck (it
-never returns, and its section is made older than its timeout), and a number (of seconds that a compiler
-takes). In the first two, a rank that has lost another ends sooner than by default.
+dead; a rank that has lost another ends sooner than by default), stuck (it never returns, and its section is
+made older than its timeout), and a number (of seconds that a compiler takes).
 """
 
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 
 import meshwright.train.training
 from meshwright.train.distributed.ranks import read_rank_info
-from meshwright.train.errors import DataError
 from meshwright.train.fault_tolerance import shutdown, supervision
 from meshwright.train.main import main
 from meshwright.train.step import StepResult, train_step
@@ -36,11 +34,9 @@ def held_step(*arguments: Any) -> StepResult:
     steps += 1
     if steps == STEP:
         meant = read_rank_info().rank in RANKS
-        if WAY == "error" and meant:
-            raise DataError("a file of the data is gone")
         if WAY == "stuck" and meant:
             watchdogs[0].age(1e6)
-        if WAY in ("error", "device") or (WAY == "stuck" and meant):
+        if WAY == "device" or (WAY == "stuck" and meant):
             threading.Event().wait()
         elif meant and WAY != "stuck":
             time.sleep(float(WAY))
@@ -49,7 +45,7 @@ def held_step(*arguments: Any) -> StepResult:
 
 if __name__ == "__main__":
     meshwright.train.training.train_step = held_step  # type: ignore[attr-defined]
-    if WAY in ("device", "error"):
+    if WAY == "device":
         shutdown.LOST_S = 0.5
     if WAY == "stuck":
         supervision.Watchdog = aged_watchdog  # type: ignore[assignment,misc]

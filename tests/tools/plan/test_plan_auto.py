@@ -1,5 +1,6 @@
 """`tools.plan` with --gpu: figures, the planner's choice, the files it writes, and conflicting options."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from PIL import Image
 from meshwright.parallel.errors import PlanError
 from meshwright.parallel.plan.serialize import load_plan, plan_to_dict
 from meshwright.parallel.planner.hardware import load_hardware
+from meshwright.parallel.planner.search_space import Choices
 from meshwright.tools.cli import run_tool
 from meshwright.tools.plan.__main__ import main
 from meshwright.train.config_parser import parse_config
@@ -50,20 +52,7 @@ FIGURES = {
     "errors",
     "fits",
 }
-CHOICES = {
-    "tp",
-    "cp",
-    "cp_exchange",
-    "dp_replicate",
-    "dp_shard",
-    "activation_checkpoint",
-    "activation_checkpoint_blocks",
-    "reshard_after_forward",
-    "reduce_gradients",
-    "reshard_after_backward",
-    "prefetch",
-    "micro_batch_size",
-}
+CHOICES = {field.name for field in dataclasses.fields(Choices)}
 
 
 def document(capsys: Output, *arguments: str) -> dict[str, Any]:

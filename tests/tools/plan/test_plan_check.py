@@ -25,6 +25,11 @@ ONCE, KEPT = "--parallel.reduce_gradients=last_micro_batch", "--parallel.reshard
 GATHERED = "--parallel.reshard_after_forward=false"
 FROZEN = '--train.freeze=["layers.0.*","tok_embeddings.*"]'
 MUON = ["--optim.name=muon", "--train.seq_len=8", "--model.vocab_size=64", "--model.n_layers=4"]
+MIXED = ["--model.dim=256", "--model.ffn_dim=512", "--model.vocab_size=2048", "--train.seq_len=64"]
+MIXED += ["--model.n_layers=3", "--parallel.param_dtype=bfloat16"]
+STORED, MOMENTS = "--parallel.storage_dtype=bfloat16", "--optim.state_dtype=bfloat16"
+REDUCED, DDP = "--parallel.reduce_dtype=bfloat16", "--parallel.strategy=ddp"
+SENT = ["--parallel.activation_checkpoint=offload", "--model.n_layers=6", "--train.seq_len=512"]
 CASES = [
     # 6 shards: rows that do not divide evenly are padded
     (12, [*ACCUMULATED, "--parallel.dp_replicate=2", "--parallel.activation_checkpoint=full"]),
@@ -42,6 +47,11 @@ CASES = [
     (2, [*ACCUMULATED, ONCE, "--parallel.cp=2"]),
     # few tokens: the peak is in Muon's rounds
     (4, [*MUON, "--parallel.dp_replicate=4"]),
+    (1, [*MIXED, STORED, MOMENTS]),
+    (4, [*MIXED, *ACCUMULATED, STORED, "--parallel.dp_replicate=2"]),
+    (4, [*MIXED, REDUCED, DDP]),
+    (4, [*MIXED, STORED, MOMENTS, REDUCED, "--parallel.tp=2"]),
+    (4, [*MIXED, *SENT]),
 ]
 MORE = [
     (4, [*ACCUMULATED, ONCE, "--parallel.cp=2", "--parallel.tp=2", "--parallel.cp_exchange=gather"]),
@@ -55,6 +65,9 @@ MORE = [
     (4, ["--parallel.cp=4", "--train.global_batch_size=4"]),
     (4, [*MUON, "--parallel.dp_replicate=2", "--parallel.tp=2"]),
     (2, ["--optim.name=muon", "--parallel.param_dtype=bfloat16", FROZEN]),
+    (4, [*MIXED, *ACCUMULATED, STORED, MOMENTS]),
+    (4, [*MIXED, *SENT, "--parallel.tp=2"]),
+    (4, [*MIXED, STORED, DDP]),
 ]
 SAMPLED = [pytest.mark.slow, pytest.mark.sampled(6, together="test_plan_check")]
 
@@ -72,8 +85,11 @@ def test_collectives_and_memory_are_those_of_the_real_code(world_size: int, keys
     check = check_run(*small(world_size, keys))
     assert check.wrong == []
     assert any(row.limit for row in check.collectives) is (world_size > 1)
+    difference = {row.name: abs(row.difference) for row in (*check.collectives, *check.memory)}
+    if MIXED[0] in keys:
+        assert difference["peak"] < 0.035
+        assert max(difference["params"], difference["optimizer"]) < 1e-3
     if MUON[0] in keys:
-        difference = {row.name: abs(row.difference) for row in (*check.collectives, *check.memory)}
         assert difference["peak"] < 0.02
         assert difference["all_to_all world, bytes"] < 0.3, "rank 0 does not own the most"
 

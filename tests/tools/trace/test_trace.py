@@ -14,7 +14,7 @@ import pytest
 from meshwright.tools.trace.__main__ import main
 from meshwright.tools.trace.reader import find_traces, read_events, read_header
 from meshwright.train.errors import DataError
-from tests.tools.trace.test_profiled_steps import CPU_EVENTS, CUDA_EVENTS, write_trace
+from tests.tools.trace.test_profiled_steps import CPU_EVENTS, write_trace
 
 Output = pytest.CaptureFixture[str]
 Tool = Callable[..., subprocess.CompletedProcess[str]]
@@ -169,12 +169,6 @@ def test_the_text_begins_with_the_step_in_plain_words(tmp_path: Path, capsys: Ou
         "hides it)" in lines
     )
     assert (tmp_path / "step.svg").read_text().startswith("<svg")
-
-
-def test_a_gpus_trace_is_told_by_its_kernels(tmp_path: Path, capsys: Output) -> None:
-    main([str(write_trace(tmp_path / "trace.json", CUDA_EVENTS)), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert (found["device_type"], [step["step_s"] for step in found["steps"]]) == ("cuda", [0.00111, 0.00019])
 
 
 @pytest.mark.parametrize("other", [{"world_size": 4}, {"first_step": 6}, {"rank": 2}])

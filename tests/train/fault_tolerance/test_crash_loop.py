@@ -1,18 +1,9 @@
 """The decision whether a run may restart automatically."""
 
-from pathlib import Path
-
 import pytest
 
 from meshwright.train.errors import CrashLoopError
-from meshwright.train.fault_tolerance.run_folder import (
-    FailedStarts,
-    State,
-    Status,
-    check_crash_loop,
-    read_status,
-    write_status,
-)
+from meshwright.train.fault_tolerance.run_folder import FailedStarts, State, Status, check_crash_loop
 
 NONE = FailedStarts()
 TORCHRUN, SLURM, BY_HAND = (True, False), (False, True), (False, False)
@@ -69,14 +60,3 @@ def test_after_three_the_next_is_refused(previous: Status, start: int, facts: tu
     assert [fact for fact in ("3 starts in a row", "by hand", *facts) if fact not in message] == []
     assert message.isprintable()
     assert len(message) < 900
-
-
-def test_the_first_three_run_and_the_fourth_does_not(tmp_path: Path) -> None:
-    """Through status.json, as in one job: each run resumes from step 40 and is killed in step 41."""
-    for start in range(3):
-        failed = check_crash_loop(read_status(tmp_path), *(TORCHRUN if start else BY_HAND), 40)
-        assert failed.count == start
-        assert write_status(tmp_path, Status("running", 41, 40, "", failed.count, failed.step), True) == ""
-    with pytest.raises(CrashLoopError):
-        check_crash_loop(read_status(tmp_path), *TORCHRUN, 40)
-    assert check_crash_loop(read_status(tmp_path), *BY_HAND, 40) == NONE

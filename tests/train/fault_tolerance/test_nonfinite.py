@@ -18,7 +18,7 @@ from meshwright.parallel.fsdp import local_part
 from meshwright.train.checkpoint.hook import Checkpoints
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import CheckpointConfig
-from meshwright.train.data.sequences import Batch, BatchShape, StepData
+from meshwright.train.data.sequences import BatchShape, StepData
 from meshwright.train.errors import NonFiniteError
 from meshwright.train.fault_tolerance.nonfinite import (
     BadValue,
@@ -33,7 +33,7 @@ from meshwright.train.model.trained_model import loss_of_forward
 from meshwright.train.step import StepResult, train_step
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
-from tests.support.steps import step_done
+from tests.support.steps import make_batches, step_done
 
 
 class Order:
@@ -59,11 +59,6 @@ def build(*arguments: str) -> Iterator[Any]:
     torch._dynamo.reset()
     with sharded_alone([*TINY, *arguments]) as run:
         yield run.model, run.sharded, run.optimizer, run.group
-
-
-def make_batches(count: int) -> list[Batch]:
-    tokens = torch.randint(0, 257, (count, 2, 33))
-    return [Batch(row[:, :-1], row[:, 1:]) for row in tokens]
 
 
 def open_guard(sharded: Any, max_skipped: int, lines: list[str] | None = None) -> NonFiniteGuard:
@@ -210,9 +205,3 @@ def test_only_the_ranks_that_came_to_it_first_are_named_and_of_a_thousand_a_few(
     assert len(message) < 3000
     assert "992 other ranks" in message
     assert "w and 92 more" in message
-
-
-def test_a_fault_that_no_rank_finds_again_is_called_so():
-    message = describe(7, 5, [finding(rank) for rank in range(4)], "0 to 7")
-    assert "not reproduced on any rank" in message
-    assert "rank 0" not in message

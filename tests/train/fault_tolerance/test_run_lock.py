@@ -154,23 +154,19 @@ def waits_for(holder: Holder, folder: Path, launch: str) -> bool:
     return True
 
 
-def test_another_host_and_the_same_torchrun_are_waited_for(start: Start, folder: Path) -> None:
+def test_another_host_and_the_same_torchrun_are_waited_for(group: None, start: Start, folder: Path) -> None:
     """A network file system keeps the lock of a dead machine; torchrun starts again before all have ended."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        for host, theirs, ours, waits in (
-            (HOST, "", "", False),
-            (HOST, "torchrun 1", "torchrun 2", False),
-            (HOST, "torchrun 1", "torchrun 1", True),
-            ("elsewhere", "", "", True),
-        ):
-            holder = start()
-            holder.result()
-            write_lock(folder, host=host, pid=1, since="now", started=0, launch=theirs)
-            assert waits_for(holder, folder, ours) == waits, (host, theirs, ours)
-            holder.kill()
-    finally:
-        dist.destroy_process_group()
+    for host, theirs, ours, waits in (
+        (HOST, "", "", False),
+        (HOST, "torchrun 1", "torchrun 2", False),
+        (HOST, "torchrun 1", "torchrun 1", True),
+        ("elsewhere", "", "", True),
+    ):
+        holder = start()
+        holder.result()
+        write_lock(folder, host=host, pid=1, since="now", started=0, launch=theirs)
+        assert waits_for(holder, folder, ours) == waits, (host, theirs, ours)
+        holder.kill()
 
 
 def test_the_lock_of_a_killed_process_is_free_and_explained(start: Start, folder: Path) -> None:

@@ -1,6 +1,5 @@
 """status.json: its content, who writes it when an error ends a run, and a file that cannot be written."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from meshwright.train.fault_tolerance.peers import LostPeer
 from meshwright.train.fault_tolerance.run_folder import (
     FailedStarts,
     RunStatus,
-    State,
     Status,
     read_status,
     write_status,
@@ -94,20 +92,6 @@ def test_a_folder_that_cannot_be_written_is_reported_and_not_raised(tmp_path: Pa
             folder, Status("running", 1), False
         )
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
-
-
-@pytest.mark.parametrize(
-    ("state", "saved", "instruction"),
-    [
-        ("running", True, ""),
-        ("stopped", True, "run the same command again"),
-        ("failed", False, "nothing was saved: the same command starts where this run did"),
-        ("finished", True, "a larger train.steps (or epochs) continues the run"),
-    ],
-)
-def test_it_says_how_to_go_on(state: State, saved: bool, instruction: str, tmp_path: Path) -> None:
-    write_status(tmp_path, Status(state, 7), saved)
-    assert json.loads((tmp_path / "status.json").read_text())["how_to_go_on"] == instruction
 
 
 def test_several_may_write_at_once(tmp_path: Path) -> None:

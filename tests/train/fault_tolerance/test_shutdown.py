@@ -88,12 +88,6 @@ def test_a_signal_to_all_stops_all_after_the_same_step_also_if_delivered_twice_a
     assert_stopped(run, f"signal {number.name}")
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(start: Start) -> None:
-    run = start(3)
-    run.send(TERM, 1)
-    assert_stopped(run, "signal SIGTERM")
-
-
 def test_the_time_limit_stops_all(start: Start) -> None:
     assert_stopped(start(2, until="", max_hours=1e-6), "run.max_hours")
 

@@ -14,7 +14,8 @@ from meshwright.train.hooks import Score
 from meshwright.train.metrics import collector
 from meshwright.train.metrics.collector import StepClock, make_rates, scores_row
 from meshwright.train.planning.resolve import plan_run
-from tests.support.metrics import log_losses, open_rows, rows_in, steps_in
+from tests.support.launch import rows_in
+from tests.support.metrics import log_losses, open_rows, steps_in
 
 
 def test_a_flushed_row_can_be_read_and_a_resumed_run_continues_the_file(tmp_path: Path) -> None:

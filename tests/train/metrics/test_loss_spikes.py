@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.data.sequences import StepData
 from meshwright.train.metrics.collector import MIN_REPORTS, THRESHOLD, SpikeDetector
 from meshwright.train.step import StepResult
-from tests.support.metrics import board_steps, make_metrics, open_rows, read_board, rows_in
+from tests.support.launch import rows_in
+from tests.support.metrics import board_steps, make_metrics, open_rows, read_board
 from tests.support.steps import step_done
 
 
@@ -55,18 +55,14 @@ def test_few_reports_are_not_judged_and_constant_losses_may_vary_in_their_last_d
     assert not SpikeDetector([0.0] * 50).add(0.0)
 
 
-def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        zero, rows = torch.zeros(()), open_rows(tmp_path)
-        metrics = make_metrics(rows, about={"epoch": 0.75, "data_hash": "ab12"})
-        metrics.start(TrainPosition())
-        for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
-            result = StepResult(torch.tensor(loss), torch.tensor(1.25), zero, zero)
-            metrics.after_step(step_done(step, result, StepData([], 0, 0.0)))
-        rows.close()
-    finally:
-        dist.destroy_process_group()
+def test_a_spike_is_a_column_of_its_row_and_a_text_in_tensorboard(group: None, tmp_path: Path) -> None:
+    zero, rows = torch.zeros(()), open_rows(tmp_path)
+    metrics = make_metrics(rows, about={"epoch": 0.75, "data_hash": "ab12"})
+    metrics.start(TrainPosition())
+    for step, loss in enumerate([*noise(30, 2.5, 0.05), 4.0, math.nan, 2.5], 1):
+        result = StepResult(torch.tensor(loss), torch.tensor(1.25), zero, zero)
+        metrics.after_step(step_done(step, result, StepData([], 0, 0.0)))
+    rows.close()
     written = rows_in(tmp_path)
     assert [row["step"] for row in written if "loss_spike" in row] == [31]
     assert written[30]["loss_spike"] == pytest.approx(30, rel=0.3)

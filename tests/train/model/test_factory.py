@@ -1,12 +1,10 @@
 """model.factory: what a command may name, what a checkpoint may not, and what a function must return."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from meshwright.models.config import LlamaConfig
 from meshwright.train import user_code
@@ -155,22 +153,3 @@ def test_a_wrong_factory_is_refused_in_one_line() -> None:
         assert "\n" not in message
 
     try_each(WRONG_FACTORIES, check)
-
-
-def test_an_argument_that_looks_like_a_class_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers of configs exist that import what `class_path` names."""
-    (tmp_path / "a_canary.py").write_text("class X: pass")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "a_canary", raising=False)
-    named: dict[str, Any] = {"class_path": "a_canary.X"}
-    for args in (
-        named,
-        {"deep": {**named, "init_args": {}}},
-        {"deep": [{"more": named}]},
-        {"deep": "a_canary.X"},
-    ):
-        text = yaml.safe_dump({"model": {"factory": "a_canary:X", "args": args}})
-        config = load_config(write(tmp_path, text)).model
-        assert isinstance(config, FactoryConfig)
-        assert config.args == args
-    assert "a_canary" not in sys.modules

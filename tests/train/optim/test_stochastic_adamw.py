@@ -31,8 +31,9 @@ from tests.support.adamw_on_ranks import Case, compare_kernel, train, train_on_m
 from tests.support.interpreted import INTERPRETED
 from tests.support.launch import EAGER, TINY
 from tests.support.sharded import sharded_alone
+from tests.support.steps import bits, make_batches
 from tests.support.worlds import run_ranks
-from tests.train.test_step import READS, Count, make_batches
+from tests.train.test_step import READS, Count
 
 N = 2**18  # draws
 BF16, F32 = torch.bfloat16, torch.float32
@@ -232,15 +233,6 @@ def test_only_what_is_all_in_float32_is_torchs_own(stored: torch.dtype, state: s
             F32,
             *[getattr(torch, state)] * 2,
         )
-
-
-def bits(model: Llama, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    tensors = [
-        *model.parameters(),
-        *(value for state in optimizer.state.values() for value in state.values()),
-    ]
-    local = [(x.to_local() if hasattr(x, "to_local") else x).detach().clone() for x in tensors]
-    return [x.view(torch.int16 if x.dtype == BF16 else torch.int32) for x in local]
 
 
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])

@@ -127,17 +127,6 @@ def test_keys_and_the_plan_files_own_mistakes_come_in_one_report(plan_file: Path
     assert kernel.startswith(f"plan file {edited}: attention=flush")
 
 
-def test_a_plan_file_of_another_model_or_world_is_refused(plan_file: Path) -> None:
-    for processes, key, facts in (
-        (4, "--run.seed=1", "8 processes ... this run has 4 ... use 8 processes, or a plan"),
-        (8, "--model.n_layers=2", "34, the model has 4 ... make a new plan"),
-        (8, "--model.tie_embeddings=true", "tok_embeddings and head share a parameter ... one unit"),
-    ):
-        with pytest.raises(PlanError) as error:
-            plan_run(config_of(f"--parallel.plan={plan_file}", key).job, processes)
-        check_facts(str(error.value), f"plan file {plan_file} ... {facts}")
-
-
 def test_a_missing_plan_file_is_named_with_what_may_stand_there() -> None:
     config = config_of()
     for name in ("Manual", "", "nowhere/plan.yaml", "~nobody_at_all/plan.yaml", "."):

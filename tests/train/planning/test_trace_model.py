@@ -17,19 +17,11 @@ from meshwright.train.planning import trace_model
 from meshwright.train.planning.predict import run_workload
 from meshwright.train.planning.resolve import plan_run
 from meshwright.train.planning.trace_model import model_workload
+from tests.support.simulated import TINY
 
 MIB = 2**20
 SEQ_LEN = 8192
-SMALL = (
-    "--model.dim=32",
-    "--model.n_layers=3",
-    "--model.n_heads=4",
-    "--model.n_kv_heads=2",
-    "--model.ffn_dim=64",
-    "--model.vocab_size=264",
-    "--model.max_seq_len=64",
-    "--train.seq_len=64",
-)
+SMALL = (*TINY, "--model.max_seq_len=64", "--train.seq_len=64")
 EAGER = "--parallel.compile.enabled=false"
 
 

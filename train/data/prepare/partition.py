@@ -51,6 +51,11 @@ class Part:
     held_out: bool = False
     whole: bool = True
 
+    @property
+    def shown(self) -> str:
+        """What a message calls the file; that at `path` may be a temporary copy of a part of it."""
+        return self.path if self.whole else self.name
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -94,7 +99,7 @@ def cut_source(
     else:
         paths = find_files(source)
         if check_text and source == "stdlib":
-            paths = [(name, path) for name, path in paths if _is_utf8(path)]
+            paths = [(name, path) for name, path in paths if is_utf8(path)]
         files = [_describe_file(name, path) for name, path in paths]
     texts = [part.name for part in files if part.kind == TEXT]
     held_out = choose_held_out(texts, share)
@@ -126,7 +131,7 @@ def unit_hash(name: str) -> float:
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64
 
 
-def _is_utf8(path: Path) -> bool:
+def is_utf8(path: Path) -> bool:
     try:
         path.read_bytes().decode()
         return True

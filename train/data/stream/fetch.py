@@ -39,8 +39,11 @@ def fetch_part(remote: Remote, shard: StreamShard, location: str, group: StreamG
     remote.check(shard.name, location, shard.size_bytes, shard.version)
     with read_errors(shard.name):
         stat, kind = os.stat(path), detect_kind(path)
-    in_part = shard.kind in ("parquet", "jsonl") and group.shards == 1
-    first, last = (group.first, group.last) if in_part else (0, max(stat.st_size, shard.size_bytes))
+    first, last = 0, max(stat.st_size, shard.size_bytes)
+    if in_frames:
+        first, last = shard.parts[group.first][3], stat.st_size
+    elif shard.kind in ("parquet", "jsonl") and group.shards == 1:
+        first, last = group.first, group.last
     return Part(
         *(
             shard.name,
@@ -86,18 +89,20 @@ def _write_ranges(
 def _write_frames(
     file: BinaryIO, remote: Remote, shard: StreamShard, location: str, group: StreamGroup
 ) -> None:
-    """Write the lines of a group of zstd frames: those that begin after the first line end in it, up to the
-    first line end behind it; of the first group also the first line."""
+    """Write the text of a group of zstd frames at its place in the whole text, and behind it the rest up to
+    the first line end. The line that begins the group, or ends in it, is of the group before, so that a group
+    without a line end has no line."""
     waiting = group.first > 0  # for a line end
-    for number, begin, end in shard.parts[group.first :]:
+    file.seek(shard.parts[group.first][3])
+    for number, begin, end, _ in shard.parts[group.first :]:
+        if number >= group.last and waiting:
+            return
         packed = io.BytesIO(remote.read(shard.name, location, begin, end))
         with read_errors(shard.name):
             text = unpack(packed, shard.kind, Path(shard.name)).read()
         if number < group.last:
-            file.write(text.partition(b"\n")[2] if waiting else text)
+            file.write(text)
             waiting = waiting and b"\n" not in text
-        elif waiting:
-            return
         else:
             line, line_end, _ = text.partition(b"\n")
             file.write(line + line_end)

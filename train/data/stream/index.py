@@ -49,7 +49,7 @@ class StreamShard:
         content: hash of the content, as far as it is known without reading all of it
         footer: where the footer of a parquet file begins, else the size
         parts: of each row group with rows, or frame of a file in zstd's seekable format: its number, where
-            its text begins and ends in the file
+            its text begins and ends in the file; and of a frame, where that begins in the whole text
     """
 
     name: str
@@ -58,7 +58,7 @@ class StreamShard:
     version: str
     content: str
     footer: int
-    parts: tuple[tuple[int, int, int], ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ def cut_groups(shards: Sequence[StreamShard]) -> NDArray[np.int64]:
     return np.array(groups, np.int64).reshape(-1, 6)
 
 
-def _join_frames(frames: Sequence[tuple[int, int, int]], block: int) -> list[tuple[int, int, int, int]]:
+def _join_frames(frames: Sequence[tuple[int, ...]], block: int) -> list[tuple[int, int, int, int]]:
     """First frame, one after the last, and bytes, of consecutive frames of about `block` bytes together."""
     joined = list[tuple[int, int, int, int]]()
-    for number, begin, end in frames:
+    for number, begin, end, _ in frames:
         if joined and end - joined[-1][2] <= block:
             joined[-1] = (joined[-1][0], number + 1, joined[-1][2], end)
         else:
@@ -209,9 +209,10 @@ def describe_shard(name: str, location: str, field: str, remote: Remote) -> Stre
     return StreamShard(name, kind, size, version, version, size, frames)
 
 
-def read_frames(tail: bytes, size: int) -> tuple[tuple[int, int, int], ...]:
-    """Return number, begin and end of each frame of a file of `size` bytes in zstd's seekable format, whose
-    end is `tail`: none of other files, or if the table of frames is longer than the tail.
+def read_frames(tail: bytes, size: int) -> tuple[tuple[int, ...], ...]:
+    """Return number, begin and end of each frame, and the begin of its text, of a file of `size` bytes in
+    zstd's seekable format, whose end is `tail`: none of other files, or if the table of frames is longer than
+    the tail.
 
     Source: contrib/seekable_format/zstd_seekable_compression_format.md of zstd.
     """
@@ -220,11 +221,13 @@ def read_frames(tail: bytes, size: int) -> tuple[tuple[int, int, int], ...]:
     begin = len(tail) - 9 - table
     if magic != _SEEKABLE or not count or begin < 8:
         return ()
-    sizes = np.frombuffer(tail[begin:-9], "<u4").reshape(count, -1)[:, 0].astype(np.int64)
-    ends = np.cumsum(sizes)
+    sizes = np.frombuffer(tail[begin:-9], "<u4").reshape(count, -1)[:, :2].astype(np.int64)
+    ends, text_ends = np.cumsum(sizes, axis=0).T
     if ends[-1] != size - 8 - table - 9:
         return ()
-    return tuple(zip(range(count), (ends - sizes).tolist(), ends.tolist(), strict=True))
+    begins, text_begins = ends - sizes[:, 0], text_ends - sizes[:, 1]
+    columns = begins.tolist(), ends.tolist(), text_begins.tolist()
+    return tuple(zip(range(count), *columns, strict=True))
 
 
 def _describe_parquet(

@@ -147,7 +147,8 @@ class Lane:
         if ended := begin + len(part) == end:
             self._next_document()
         else:
-            self.place = self.place._replace(token=self.place.token + len(part))
+            epoch, window, document, token = self.place
+            self.place = Place(epoch, window, document, token + len(part))
         return part, ended
 
     def _document(self) -> tuple[int, int, int]:
@@ -155,7 +156,8 @@ class Lane:
         return group, begin, end
 
     def _next_document(self) -> None:
-        self.place = self.place._replace(document=self.place.document + 1, token=0)
+        epoch, window, document, _ = self.place
+        self.place = Place(epoch, window, document + 1)
 
     def _open(self) -> None:
         """Open the window with the next token, unless it is open. DataError if there is no text."""

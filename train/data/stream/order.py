@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from meshwright.parallel.memory_breakdown import GIB
 from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import Config, DataConfig
 from meshwright.train.data.corpus import Corpus, cache_root, short_names
+from meshwright.train.data.prepare.partition import is_utf8
 from meshwright.train.data.prepare.worker import PrepareSettings, TokenizeJob
 from meshwright.train.data.sample_order import draw, shares
 from meshwright.train.data.sequences import Batch, BatchShape, Mark, SequenceShape, read_batch
@@ -216,12 +218,13 @@ def load_stream(
     names = short_names(list(found))
     folder = cache_root(data)
     sources = list[CachedSource]()
+    settings, tokenizer = PrepareSettings(0.0, data.text_field, skip_bad=data.skip_bad), corpus.tokenizer
     for source, shards in found.items():
-        settings = PrepareSettings(held_out=0.0, text_field=data.text_field, skip_bad=data.skip_bad)
-        tokenizer = corpus.tokenizer
+        if source == "stdlib" and tokenizer.sha256:
+            shards = {name: path for name, path in shards.items() if is_utf8(Path(path))}
         job = TokenizeJob(
             *(data.tokenizer, data.bos, data.eos, tokenizer.sha256, settings, folder / "stream"),
-            check_text=source != "stdlib" or tokenizer.sha256 != "",
+            check_text=source != "stdlib",  # bytes may be any text
         )
         index = read_index(source, shards, data.text_field, remote, folder, ranks)
         sources.append(CachedSource(names[source], index, shards, job, tokenizer.vocab_size))

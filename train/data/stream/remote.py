@@ -130,17 +130,13 @@ class Remote:
             if key == "https" and key not in self._systems:
                 self._systems[key] = WebServers(self._stall_s)
             elif key not in self._systems:
-                kwargs = fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(location)
-                self._systems[key] = fsspec.filesystem(scheme, skip_instance_cache=True, **kwargs)
+                self._systems[key], _ = fsspec.core.url_to_fs(location, skip_instance_cache=True)
             return self._systems[key]
 
     def _call(self, system: Any, method: str, location: str, **options: Any) -> Any:
-        from fsspec.asyn import sync
-
-        path = system._strip_protocol(location)
-        if not system.async_impl:  # it has time limits of its own
-            return getattr(system, method)(path, **options)
-        return sync(system.loop, getattr(system, f"_{method}"), path, timeout=self._stall_s, **options)
+        if system.async_impl:  # others have time limits of their own
+            options["timeout"] = self._stall_s
+        return getattr(system, method)(location, **options)
 
     def _stat(self, location: str, fresh: bool, system: Any) -> tuple[int, str]:
         # Hugging Face's answers from the listing of a folder, one request for all its files
@@ -184,15 +180,18 @@ class WebServers:
         client = {"trust_env": True, "timeout": timeout, **given, "auto_decompress": False}
         client["headers"] = {**given.get("headers", {}), "Accept-Encoding": "identity"}
         self._http = fsspec.filesystem("https", skip_instance_cache=True, encoded=True, client_kwargs=client)
-        self.loop = self._http.loop
+        self._sync = partial(fsspec.asyn.sync, self._http.loop)
+        self._invalid = aiohttp.ClientResponseError
 
-    def _strip_protocol(self, location: str) -> str:
-        # a signed query is sent as it is
-        return quote(location, safe="%/:?#[]@!$&'()*+,;=~")
+    def info(self, location: str, timeout: float) -> dict[str, Any]:
+        return self._sync(self._info, location, timeout=timeout)
 
-    async def _info(self, url: str) -> dict[str, Any]:
+    def cat_file(self, location: str, start: int, end: int, whole: int, timeout: float) -> bytes:
+        return self._sync(self._cat_file, location, start, end, whole, timeout=timeout)
+
+    async def _info(self, location: str) -> dict[str, Any]:
         # not by HEAD, which some servers refuse, as do signed URLs for GET
-        async with self._ask(url, 0, 1) as answer:
+        async with self._ask(location, 0, 1) as answer:
             total = answer.headers.get("Content-Range", "").rpartition("/")[2]
             if answer.status == 200:
                 total = answer.headers.get("Content-Length", "")
@@ -203,8 +202,8 @@ class WebServers:
             told = {key: answer.headers[key] for key in _VERSIONS if key in answer.headers}
             return {**told, "type": "file", "size": int(total) if total.isdigit() else None}
 
-    async def _cat_file(self, url: str, start: int, end: int, whole: int) -> bytes:
-        async with self._ask(url, start, end) as answer:
+    async def _cat_file(self, location: str, start: int, end: int, whole: int) -> bytes:
+        async with self._ask(location, start, end) as answer:
             if answer.status == 200 and start == 0 and answer.content_length == whole:
                 end = whole
             elif answer.status == 200:
@@ -219,12 +218,17 @@ class WebServers:
                 return short.partial
 
     @contextlib.asynccontextmanager
-    async def _ask(self, url: str, start: int, end: int) -> AsyncIterator[Any]:
+    async def _ask(self, location: str, start: int, end: int) -> AsyncIterator[Any]:
         options = self._http.kwargs
         headers = {**options.get("headers", {}), "Range": f"bytes={start}-{end - 1}"}
+        # a signed query is sent as it is
+        url = self._http.encode_url(quote(location, safe="%/:?#[]@!$&'()*+,;=~"))
         session = await self._http.set_session()
-        async with session.get(self._http.encode_url(url), **{**options, "headers": headers}) as answer:
-            yield answer
+        try:
+            async with session.get(url, **{**options, "headers": headers}) as answer:
+                yield answer
+        except self._invalid as problem:  # its text contains headers
+            raise RequestFault(f"its answer is not valid HTTP ({type(problem).__name__})") from None
 
 
 def explain(error: Exception, location: str, stall_s: float) -> RequestFault:
@@ -233,7 +237,6 @@ def explain(error: Exception, location: str, stall_s: float) -> RequestFault:
         return error
     http = getattr(error, "response", None)
     told = ((error, "status"), (http, "status_code"), (error, "code"))
-    # by the first that exists: of aiohttp's, code is deprecated
     status = next((getattr(holder, field) for holder, field in told if hasattr(holder, field)), 0)
     if isinstance(status, int) and status >= 300:
         return _fault(status)
@@ -243,9 +246,7 @@ def explain(error: Exception, location: str, stall_s: float) -> RequestFault:
         return RequestFault("no permission", _ACCESS)
     if isinstance(error, TimeoutError):
         return RequestFault(f"no complete answer within {stall_s:g} s")
-    # the texts of aiohttp contain URLs and headers
-    own_text = "" if type(error).__module__.startswith("aiohttp") else str(error)
-    text = getattr(error, "strerror", None) or own_text
+    text = getattr(error, "strerror", None) or str(error)
     reason = ": ".join(filter(None, (type(error).__name__, redact(text, location))))
     final = isinstance(error, _FINAL) or getattr(error, "errno", None) in _HOPELESS or "Credentials" in reason
     return RequestFault(reason, f"check its name and credentials, {_AGAIN}" if final else "")

@@ -13,11 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,14 +77,16 @@ class TokenCache:
     def __init__(self, sources: Sequence[CachedSource], limits: CacheLimits, remote: Remote) -> None:
         self._sources, self._limits, self._remote = sources, limits, remote
         self._folder = sources[0].job.folder
-        for name in ("raw", "data", "results"):
-            (self._folder / name).mkdir(parents=True, exist_ok=True)
-        self._pool, self._lock, self._closed = start_workers(limits.workers), threading.Lock(), False
+        with _writing(self._folder):
+            for name in ("raw", "data", "results"):
+                (self._folder / name).mkdir(parents=True, exist_ok=True)
+        self._pool, self._lock, self._closed = start_workers(limits.workers), threading.Lock(), Future[None]()
         self._threads = BackgroundThread("stream", max(FETCHERS, 2 * limits.workers))
         self._ahead = dict[tuple[int, int], dict[int, Future[GroupTokens]]]()
         self._open = dict[tuple[int, int], Sequence[GroupTokens]]()
         self._used = set[int]()  # by this process: names of groups
-        self._room = 0.0  # bytes of groups to make before the cache is trimmed again
+        # bytes of groups to make before the cache is trimmed again; of the largest group made so far
+        self._room, self._largest = 0.0, 0
 
     def expect(self, lane: tuple[int, int], groups: Sequence[int]) -> None:
         """Begin to fetch the groups of the window for which a lane's first turn will ask."""
@@ -94,15 +97,15 @@ class TokenCache:
     ) -> Sequence[GroupTokens]:
         """Return the tokens of a lane's window, which takes the place of that before, and begin to fetch the
         groups of the window after it, if there is room. `lane`: number of the source and of the lane. Raises
-        DataError."""
+        DataError, and CancelledError once the cache is closed."""
         ahead = self._ahead.pop(lane, {})
         asked = [ahead.get(number) or self._ask(lane[0], number) for number in groups]
-        self._open[lane] = [future.result() for future in asked]
+        self._open[lane] = [self._await(future) for future in asked]
         held = sum(group.size_bytes for window in self._open.values() for group in window)
         if held > self._limits.share_bytes:
             raise DataError(
-                f"the open windows of {len(self._open)} lanes have {held / GIB:.2f} GiB of tokens, but this "
-                f"rank's share of data.cache_gib is {self._limits.share_bytes / GIB:.2f} GiB: raise it, or "
+                f"the open windows of {len(self._open)} lanes have {held / GIB:.3g} GiB of tokens, but this "
+                f"rank's share of data.cache_gib is {self._limits.share_bytes / GIB:.3g} GiB: raise it, or "
                 f"use smaller row groups than those of {self._sources[lane[0]].name}"
             )
         if 2 * held <= self._limits.share_bytes:
@@ -110,8 +113,8 @@ class TokenCache:
         return self._open[lane]
 
     def close(self) -> None:
-        """End the worker processes; threads that wait for a source are left alone."""
-        self._closed = True
+        """End the worker processes and a wait in `turn`; threads that wait for a source are left alone."""
+        self._closed.set_result(None)
         for future in [future for of_lane in self._ahead.values() for future in of_lane.values()]:
             future.cancel()
         self._threads.close(limit_s=0)
@@ -120,6 +123,13 @@ class TokenCache:
 
     def _ask(self, source: int, number: int) -> Future[GroupTokens]:
         return self._threads.submit(partial(self._make, self._sources[source], number))
+
+    def _await(self, future: Future[GroupTokens]) -> GroupTokens:
+        either: list[Future[Any]] = [future, self._closed]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not future.done():
+            raise CancelledError
+        return future.result()
 
     # in the threads
 
@@ -131,12 +141,11 @@ class TokenCache:
         with _alone(self._folder / "raw" / f"{name}.lock"):
             tokens = self._find(source, name)
             if tokens is None:
-                if self._room <= 0:
-                    self._trim()
+                self._make_room()
                 self._tokenize(source, group, shards, name)
                 tokens = self._find(source, name)
                 with self._lock:
-                    self._room -= tokens.size_bytes if tokens else 0
+                    self._largest = max(self._largest, tokens.size_bytes if tokens else 0)
         if tokens is None:
             raise DataError(
                 f"{self._folder}: the tokens of {shards[0].name} are gone or damaged right after they were "
@@ -145,9 +154,12 @@ class TokenCache:
         return tokens
 
     def _find(self, source: CachedSource, name: int) -> GroupTokens | None:
-        """The tokens of a finished group, if its files are intact."""
+        """The tokens of a finished group, if its files are intact, and it has no more bad records than are
+        left out, which making it again would report."""
         try:
-            shard = read_result(result_path(self._folder, name)).shards[_TRAIN]
+            result = read_result(result_path(self._folder, name))
+            result.bad.check(source.job.settings.skip_bad)
+            shard = result.shards[_TRAIN]
             if shard is None:
                 return GroupTokens(np.empty(0, np.uint16), np.empty(0, np.int64), name)
             ids, ends = (_path(self._folder, name, suffix) for suffix in (".bin", ".ends"))
@@ -167,15 +179,11 @@ class TokenCache:
     ) -> None:
         raw, parts = self._folder / "raw", list[Part]()
         try:
-            for number, shard in enumerate(shards):
-                location = source.locations[shard.name]
-                parts.append(fetch_part(self._remote, shard, location, group, raw / f"{name}-{number}"))
+            with _writing(self._folder):
+                for number, shard in enumerate(shards):
+                    location = source.locations[shard.name]
+                    parts.append(fetch_part(self._remote, shard, location, group, raw / f"{name}-{number}"))
             self._run(Piece(name, tuple(parts)), source.job)
-        except OSError as error:
-            raise DataError(
-                f"cannot write to {self._folder} ({error.strerror}): free space, lower data.cache_gib, or "
-                "use another data.cache_dir; the same command goes on"
-            ) from None
         except DataError as error:
             message = str(error)
             for part in parts:
@@ -195,17 +203,28 @@ class TokenCache:
                 return
             except BrokenProcessPool:
                 with self._lock:
-                    if self._pool is pool and not self._closed:
+                    if self._pool is pool and not self._closed.done():
                         self._pool = start_workers(self._limits.workers)
         raise DataError(
             f"worker processes were killed {KILLED} times while {piece.parts[0].name} was tokenized (perhaps "
             "memory ran out): use fewer (data.workers); the same command goes on"
         )
 
+    def _make_room(self) -> None:
+        """Trim the cache unless there is room for a group as large as any before."""
+        with self._lock:
+            self._room -= max(1, self._largest)
+            full = self._room < 0
+        if full:
+            self._trim()
+
     def _trim(self) -> None:
-        """Delete the groups that were used least lately, and are not in use, until what this rank and the
-        others may make before they trim again has room."""
-        held = {group.name for window in list(self._open.values()) for group in window}
+        """Delete the groups that were used least lately, and are not of a window that is open or the next of
+        its lane, until all ranks have room for what they make before they trim again."""
+        ahead = [future for of_lane in list(self._ahead.values()) for future in of_lane.values()]
+        done = [f.result() for f in ahead if f.done() and not (f.cancelled() or f.exception())]
+        windows = [*self._open.values(), done]
+        held = {group.name for window in windows for group in window}
         for name in held:  # other ranks do not know that they are in use
             with contextlib.suppress(OSError):
                 os.utime(_path(self._folder, name, ".bin"))
@@ -217,19 +236,20 @@ class TokenCache:
                     files.append((stat.st_mtime, stat.st_size, entry.path))
                 elif stat.st_mtime < now_s - ORPHAN_S:
                     os.unlink(entry.path)
-        used = sum(size for _, size, _ in files)
+        sizes = {path: size for _, size, path in files}
+        used = sum(sizes.values())
         disk = os.statvfs(self._folder)
         most = min(self._limits.folder_bytes, used + disk.f_bavail * disk.f_frsize - RESERVE_BYTES)
-        ranks = self._limits.folder_bytes / self._limits.share_bytes
+        ranks = max(1.0, self._limits.folder_bytes / self._limits.share_bytes)
         left = most - most / TRIMS
         for _, size, path in sorted(files):
             if used <= left:
                 break
             if path.endswith(".bin") and (name := int(path[:-4].rpartition("-")[2])) not in held:
-                ids = Path(path)
-                for each in (result_path(self._folder, name), ids, ids.with_suffix(".ends")):
+                ends = Path(path).with_suffix(".ends")
+                used -= size + sizes.get(str(ends), 0)
+                for each in (result_path(self._folder, name), Path(path), ends):
                     each.unlink(missing_ok=True)
-                used -= size
         with self._lock:
             self._room = min(most - used, most / TRIMS) / ranks
 
@@ -244,6 +264,18 @@ def _name(job: TokenizeJob, group: StreamGroup, shards: Sequence[StreamShard]) -
 
 def _path(folder: Path, name: int, suffix: str) -> Path:
     return folder / "data" / f"{_TRAIN}-{name:05d}{suffix}"
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """A context that converts an OSError into a DataError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {folder} ({error.strerror}): free space, lower data.cache_gib, or use another "
+            "data.cache_dir; the same command goes on"
+        ) from None
 
 
 def _is_intact(shard: ShardInfo, ids: Path, ends: Path) -> bool:

@@ -208,6 +208,15 @@ def test_folders_and_globs_are_listed_by_name(
     assert all(bucket.exists(location) for location in shards.values())
 
 
+def test_the_order_is_that_of_names_whatever_a_file_system_answers(
+    bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = bucket.find("/bucket/x", detail=True)
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: dict(reversed(found.items())))
+    shards = list(find_shards("memory://bucket/x"))
+    assert shards == sorted(shards)
+
+
 def test_a_folder_without_readable_files_is_refused(bucket: MemoryFileSystem) -> None:
     for pattern in ("nothing", "x/*.tar", "x/d.parquet/"):
         assert pattern.rstrip("/") in refused(f"memory://bucket/{pattern}")
@@ -249,3 +258,5 @@ def test_local_sources_have_the_names_of_the_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x")
     assert find_shards(str(tmp_path)) == {name: str(tmp_path / name) for name in ("a.jsonl", "b.txt")}
     assert find_shards(f"{tmp_path}/*.txt") == {"b.txt": str(tmp_path / "b.txt")}
+    (tmp_path / "c.txt").mkdir()
+    assert list(find_shards(f"file://{tmp_path}/*.txt")) == [f"file://{tmp_path}/b.txt"]
