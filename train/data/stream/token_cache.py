@@ -87,6 +87,7 @@ class TokenCache:
         self._used = set[int]()  # by this process: names of groups
         # bytes of groups to make before the cache is trimmed again; of the largest group made so far
         self._room, self._largest = 0.0, 0
+        self._making = set[int]()  # names of groups
 
     def expect(self, lane: tuple[int, int], groups: Sequence[int]) -> None:
         """Begin to fetch the groups of the window for which a lane's first turn will ask."""
@@ -141,11 +142,14 @@ class TokenCache:
         with _alone(self._folder / "raw" / f"{name}.lock"):
             tokens = self._find(source, name)
             if tokens is None:
-                self._make_room()
-                self._tokenize(source, group, shards, name)
-                tokens = self._find(source, name)
-                with self._lock:
-                    self._largest = max(self._largest, tokens.size_bytes if tokens else 0)
+                self._make_room(name)
+                try:
+                    self._tokenize(source, group, shards, name)
+                    tokens = self._find(source, name)
+                finally:
+                    with self._lock:
+                        self._making.discard(name)
+                        self._largest = max(self._largest, tokens.size_bytes if tokens else 0)
         if tokens is None:
             raise DataError(
                 f"{self._folder}: the tokens of {shards[0].name} are gone or damaged right after they were "
@@ -210,9 +214,11 @@ class TokenCache:
             "memory ran out): use fewer (data.workers); the same command goes on"
         )
 
-    def _make_room(self) -> None:
-        """Trim the cache unless there is room for a group as large as any before."""
+    def _make_room(self, name: int) -> None:
+        """Trim the cache unless there is room for a group as large as any before; no trim deletes this one
+        while it is made."""
         with self._lock:
+            self._making.add(name)
             self._room -= max(1, self._largest)
             full = self._room < 0
         if full:
@@ -224,7 +230,8 @@ class TokenCache:
         ahead = [future for of_lane in list(self._ahead.values()) for future in of_lane.values()]
         done = [f.result() for f in ahead if f.done() and not (f.cancelled() or f.exception())]
         windows = [*self._open.values(), done]
-        held = {group.name for window in windows for group in window}
+        with self._lock:
+            held = {*self._making, *(group.name for window in windows for group in window)}
         for name in held:  # other ranks do not know that they are in use
             with contextlib.suppress(OSError):
                 os.utime(_path(self._folder, name, ".bin"))
