@@ -138,8 +138,8 @@ def measure_indexes(folder: Path, options: argparse.Namespace) -> tuple[dict[str
 
 
 def measure_bounded(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Read one epoch of much text through a small cache."""
-    names = write_text(folder / "text", options.bounded_mib)
+    """Read one epoch of much text through a small cache, which the open windows of all lanes must fit."""
+    names = write_text(folder / "text", options.bounded_mib, group_rows=100)
     source, cache = folder / "files.urls", folder / "cache"
     source.write_text("".join(f"{folder / 'text' / name}\n" for name in names))
     cache.mkdir()

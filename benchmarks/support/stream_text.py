@@ -11,7 +11,7 @@ from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-DOCUMENT_CHARACTERS, GROUP_ROWS = 1500, 1000  # on average; of a row group
+DOCUMENT_CHARACTERS, GROUP_ROWS = 1500, 1000  # on average; of a row group, unless told
 VOCAB = 8192
 
 
@@ -19,7 +19,8 @@ def serve(folder: Path, parent: Connection) -> None:
     """Serve a folder by HTTP: send the URL, then the number of requests so far for each message."""
     from tests.support.flaky_server import Fault, flaky_server
 
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  readers that end reset their connections
+    # readers that end reset their connections, of which the server would tell
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     # a given ETag: otherwise each answer would hash its file
     with flaky_server(folder, lambda request: Fault(etag="same")) as server:
         parent.send(server.url)
@@ -42,8 +43,8 @@ def texts(mib: int) -> Iterator[str]:
                 at = end or len(text)
 
 
-def write_text(folder: Path, mib: int) -> list[str]:
-    """Write the texts as parquet files of five row groups; return their names."""
+def write_text(folder: Path, mib: int, group_rows: int = GROUP_ROWS) -> list[str]:
+    """Write the texts as parquet files of 5,000 rows, and row groups of `group_rows`; return their names."""
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -52,7 +53,7 @@ def write_text(folder: Path, mib: int) -> list[str]:
     while rows := list(islice(documents, 5 * GROUP_ROWS)):
         names.append(f"{len(names):05d}.parquet")
         table = pyarrow.table({"text": rows})
-        pyarrow.parquet.write_table(table, folder / names[-1], row_group_size=GROUP_ROWS)
+        pyarrow.parquet.write_table(table, folder / names[-1], row_group_size=group_rows)
     return names
 
 

@@ -85,7 +85,9 @@ class TokenCache:
         self._ahead = dict[tuple[int, int], dict[int, Future[GroupTokens]]]()
         self._open = dict[tuple[int, int], Sequence[GroupTokens]]()
         self._used = set[int]()  # by this process: names of groups
-        self._room = 0.0  # bytes of groups to make before the cache is trimmed again
+        # bytes of groups to make before the cache is trimmed again; of the largest group made so far
+        self._room, self._largest = 0.0, 0
+        self._making = set[int]()  # names of groups
 
     def expect(self, lane: tuple[int, int], groups: Sequence[int]) -> None:
         """Begin to fetch the groups of the window for which a lane's first turn will ask."""
@@ -140,12 +142,14 @@ class TokenCache:
         with _alone(self._folder / "raw" / f"{name}.lock"):
             tokens = self._find(source, name)
             if tokens is None:
-                if self._room <= 0:
-                    self._trim()
-                self._tokenize(source, group, shards, name)
-                tokens = self._find(source, name)
-                with self._lock:
-                    self._room -= tokens.size_bytes if tokens else 0
+                self._make_room(name)
+                try:
+                    self._tokenize(source, group, shards, name)
+                    tokens = self._find(source, name)
+                finally:
+                    with self._lock:
+                        self._making.discard(name)
+                        self._largest = max(self._largest, tokens.size_bytes if tokens else 0)
         if tokens is None:
             raise DataError(
                 f"{self._folder}: the tokens of {shards[0].name} are gone or damaged right after they were "
@@ -210,12 +214,24 @@ class TokenCache:
             "memory ran out): use fewer (data.workers); the same command goes on"
         )
 
+    def _make_room(self, name: int) -> None:
+        """Trim the cache unless there is room for a group as large as any before; no trim deletes this one
+        while it is made."""
+        with self._lock:
+            self._making.add(name)
+            self._room -= max(1, self._largest)
+            full = self._room < 0
+        if full:
+            self._trim()
+
     def _trim(self) -> None:
         """Delete the groups that were used least lately, and are not of a window that is open or the next of
-        its lane, until what this rank and the others may make before they trim again has room."""
+        its lane, until all ranks have room for what they make before they trim again."""
         ahead = [future for of_lane in list(self._ahead.values()) for future in of_lane.values()]
         done = [f.result() for f in ahead if f.done() and not (f.cancelled() or f.exception())]
-        held = {group.name for window in (*list(self._open.values()), done) for group in window}
+        windows = [*self._open.values(), done]
+        with self._lock:
+            held = {*self._making, *(group.name for window in windows for group in window)}
         for name in held:  # other ranks do not know that they are in use
             with contextlib.suppress(OSError):
                 os.utime(_path(self._folder, name, ".bin"))
@@ -237,10 +253,9 @@ class TokenCache:
             if used <= left:
                 break
             if path.endswith(".bin") and (name := int(path[:-4].rpartition("-")[2])) not in held:
-                ids = Path(path)
-                ends = ids.with_suffix(".ends")
+                ends = Path(path).with_suffix(".ends")
                 used -= size + sizes.get(str(ends), 0)
-                for each in (result_path(self._folder, name), ids, ends):
+                for each in (result_path(self._folder, name), Path(path), ends):
                     each.unlink(missing_ok=True)
         with self._lock:
             self._room = min(most - used, most / TRIMS) / ranks
