@@ -44,20 +44,8 @@ def fetch_part(remote: Remote, shard: StreamShard, location: str, group: StreamG
         first, last = shard.parts[group.first][3], stat.st_size
     elif shard.kind in ("parquet", "jsonl") and group.shards == 1:
         first, last = group.first, group.last
-    return Part(
-        *(
-            shard.name,
-            str(path),
-            kind,
-            first,
-            last,
-            last - first,
-            stat.st_size,
-            stat.st_mtime_ns,
-            shard.content,
-        ),
-        whole=is_local(location) and not in_frames,
-    )
+    whole, stamp = is_local(location) and not in_frames, (stat.st_size, stat.st_mtime_ns)
+    return Part(shard.name, str(path), kind, first, last, last - first, *stamp, shard.content, whole=whole)
 
 
 def _path(stem: Path, suffix: str) -> Path:
