@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ def read_index(
     groups = cut_groups(kept or ())
     if not len(groups):
         raise DataError(f"data.source={source} contains no text: {len(shards):,} files without rows or bytes")
-    return StreamIndex(kept or (), groups)
+    # the groups have what row groups are: a million of them as tuples would take a gigabyte on each rank
+    return StreamIndex(tuple(replace(s, parts=()) if s.kind == "parquet" else s for s in kept or ()), groups)
 
 
 def cut_groups(shards: Sequence[StreamShard]) -> NDArray[np.int64]:
