@@ -151,6 +151,24 @@ BROKEN = (
         "TrainLoader(self.order, self.sequences, self.batch, TrainPosition(), ",
     ),
     Fault(
+        "stream-forgets-the-token",
+        "a streamed run resumes at the begin of the document that it was in",
+        "self.place = Place(epoch, window, document, token + len(part))",
+        "self.place = Place(epoch, window, document, len(part))",
+    ),
+    Fault(
+        "stream-dealt-without-the-epoch",
+        "every epoch of a stream has the order of the first",
+        "np.random.SeedSequence([seed, epoch, 2])",
+        "np.random.SeedSequence([seed, 0, 2])",
+    ),
+    Fault(
+        "stream-of-a-changed-file",
+        "a file of a stream that has changed is trained on",
+        "remote.check(shard.name, location, shard.size_bytes, shard.version)\n    with",
+        "with",
+    ),
+    Fault(
         "shards-of-another-job",
         "finished shards are kept though text or settings have changed",
         "return result if intact and result.key == piece_key(job, piece) else None",

@@ -18,7 +18,7 @@ from meshwright.train.errors import DataError
 
 T = TypeVar("T")
 REQUEST_BYTES = 8 * 2**20
-LONGEST_PAUSE_S = 30.0
+LONGEST_PAUSE_S, STALL_S = 30.0, 60.0
 # what file systems tell of the content of a file, the most exact first
 _VERSIONS = ("blob_id", "md5Hash", "ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "mtime")
 _AGAIN = "then start the same command again, which resumes"
@@ -46,14 +46,15 @@ class Remote:
     """Reads files, from any number of threads.
 
     A request that fails in a way that may pass is repeated, after `pause_s`, then twice as long each time, up
-    to 30 s, until `limit_s` seconds after its first start. One request, of at most 8 MiB, may take `stall_s`.
+    to 30 s, until `limit_s` seconds after its first start. One request, of at most 8 MiB, may take `stall_s`,
+    by default STALL_S, or `limit_s` if that is less.
     DataErrors name files by the `name` given, never by their location, which may hold secrets.
     """
 
-    def __init__(self, limit_s: float, stall_s: float = 60.0, pause_s: float = 0.5) -> None:
+    def __init__(self, limit_s: float, stall_s: float = 0.0, pause_s: float = 0.5) -> None:
         self.fetched_bytes = 0
         self.retries = 0
-        self._limit_s, self._stall_s, self._pause_s = limit_s, stall_s, pause_s
+        self._limit_s, self._stall_s, self._pause_s = limit_s, stall_s or min(STALL_S, limit_s), pause_s
         self._systems = dict[str, Any]()
         self._failing = dict[int, tuple[float, str, str, int]]()  # thread -> since, name, reason, attempts
         self._lock = threading.Lock()

@@ -94,6 +94,10 @@ def _find_listed(file: Path, key: str) -> Iterator[tuple[str, str]]:
         where = f"{key}={file}, line {number}"
         if _is_url(line):
             yield from _find_urls(line, f"{where}: ")
+        elif ":/" in line:
+            raise DataError(
+                f"{where} is no URL, which begins with SCHEME://, and not shown: it may be secret"
+            )
         elif line.endswith(LIST_SUFFIX):
             raise DataError(f"{where}: {line} is a list in a list: write its lines in its place")
         elif line and not line.startswith("#"):

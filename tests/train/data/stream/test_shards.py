@@ -99,6 +99,11 @@ def test_a_line_that_cannot_be_read_is_named_without_its_secrets(
     assert "a.urls" in message
 
 
+def test_a_line_that_looks_like_a_url_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "a.urls").write_text("https:/host/x.parquet?sig=S3CR\n")
+    assert "line 1" in refused(str(tmp_path / "a.urls"))
+
+
 def test_a_list_that_is_no_text_or_does_not_exist_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.urls").write_bytes(b"\xff\xfeh")
     for name in ("a.urls", "b.urls"):
