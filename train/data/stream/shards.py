@@ -96,7 +96,7 @@ def _find_listed(file: Path, key: str) -> Iterator[tuple[str, str]]:
             yield from _find_urls(line, f"{where}: ")
         elif ":/" in line:
             raise DataError(
-                f"{where} is no URL, which begins with SCHEME://, and not shown: it may be secret"
+                f"{where} is no URL, which begins with SCHEME://; not shown: it may be secret"
             )
         elif line.endswith(LIST_SUFFIX):
             raise DataError(f"{where}: {line} is a list in a list: write its lines in its place")
