@@ -22,7 +22,7 @@ def train_loop(run: Run, hooks: Hooks, stop: GracefulShutdown) -> TrainPosition:
         while position.step < data.total_steps and not stop.agreed:
             step, first_sample = position.step + 1, position.samples
             hooks.before_step(step)
-            if data.order.lanes and not stop.await_data(loader.is_ready):
+            if data.order.lanes and not stop.await_data(loader.is_ready, data.order.fetched):
                 break
             step_data, lr = loader.next(), learning_rate(config.optim, step, *data.schedule)
             set_learning_rate(training.optimizer, lr)

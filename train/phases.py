@@ -72,6 +72,7 @@ def run(config: Config, ranks: RankInfo) -> bool:
             mesh = build_mesh(plan.mesh, device.type, timeout, plan.cpu_offload)
             data = load_training_data(config, planned, mesh, ranks, start, console.print)
             supervision.watchdog.source = data.order.waiting
+            supervision.stop.on_fetched = supervision.watchdog.restart_clock
             supervision.watchdog.enter("set-up")
             # from here on the folder is written
             supervision.status.start(folder, start.step if start.checkpoint else None, failed_starts)

@@ -184,6 +184,10 @@ class PositionOrder:
         """Return what source reading waits for, as one clause; "" for none."""
         return ""
 
+    def fetched(self) -> int:
+        """Return the bytes that this process has fetched from sources of URLs."""
+        return 0
+
 
 @dataclass(frozen=True)
 class PositionReader:

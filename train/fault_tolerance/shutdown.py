@@ -84,6 +84,7 @@ class GracefulShutdown(Hook):
         self._peer_is_lost = threading.Event()
         self._leaving = False  # the main thread exits by itself, so a lost peer is no reason to end
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self.on_fetched: Callable[[], None] = lambda: None  # called while data is late but still comes
         self._first_signal_s: float | None = None  # when this process received its first signal
         self._grace: tuple[float, int] | None = None  # deadline of the stop, and the signal's number
         self._install_handlers()
@@ -129,23 +130,31 @@ class GracefulShutdown(Hook):
                 self._agree(self._any_requested(self._group) if self._group else self._request is not None)
         return self.agreed
 
-    def await_data(self, is_ready: Callable[[float], bool]) -> bool:
+    def await_data(self, is_ready: Callable[[float], bool], fetched: Callable[[], int]) -> bool:
         """Wait until every rank has the data of its next step, and return True; or, if a stop is requested
-        before, return False on all ranks. `is_ready` waits for at most so many seconds. Every rank calls it
-        before each step whose data may be late. Raises as `should_stop`."""
+        before, return False on all ranks. Every rank calls it before each step whose data may be late. Raises
+        as `should_stop`.
+
+        `is_ready` waits for at most so many seconds; `fetched` returns the bytes that this rank has fetched:
+        while any rank fetches more, a step takes as long as it takes (`on_fetched`).
+        """
+        before = fetched()
         while True:
-            ready = is_ready(DATA_S)
+            ready, now = is_ready(DATA_S), fetched()
             self._notice_deadline()
-            flags = torch.tensor([int(not ready), int(self._request is not None)], dtype=torch.int32)
+            flags = torch.tensor([not ready, self._request is not None, now > before], dtype=torch.int32)
+            before = now
             with _losses():
                 if self._group:
                     dist.all_reduce(flags, group=self._group)
-                late, requested = flags.tolist()
+                late, requested, more = flags.tolist()
                 if not late:
                     return True
                 if requested:
                     self._agree(True)
                     return False
+            if more:
+                self.on_fetched()
 
     def _notice_deadline(self) -> None:
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:

@@ -211,6 +211,10 @@ class Watchdog(Hook):
         """Enter a section or step. Evaluation and checkpoint pass a step too: a lower one is "behind"."""
         self._at = _At(section, step, time.monotonic())
 
+    def restart_clock(self) -> None:
+        """The section goes on, and its timeout begins now."""
+        self._at = replace(self._at, since_s=time.monotonic())
+
     def before_step(self, step: int) -> None:
         self.enter("step" if self._warm else "first step", step)
 

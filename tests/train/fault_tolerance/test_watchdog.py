@@ -1,6 +1,7 @@
 """Hangs: real processes that stop, sleep or wait forever, and the message made from their reports."""
 
 import dataclasses
+import itertools
 import re
 import shutil
 import threading
@@ -11,9 +12,10 @@ from typing import get_args
 
 import pytest
 
-from meshwright.train.config import TimeoutConfig
+from meshwright.train.config import RunConfig, TimeoutConfig
 from meshwright.train.distributed.ranks import RankInfo
 from meshwright.train.fault_tolerance.hang_diagnosis import RankReport
+from meshwright.train.fault_tolerance.shutdown import GracefulShutdown
 from meshwright.train.fault_tolerance.watchdog import Section, timeout_key
 from tests.support.aged_watchdog import AgedWatchdog
 from tests.support.forks import run_module
@@ -255,6 +257,25 @@ def go_on_after_a_stop() -> list[str]:
     return messages
 
 
+def go_on_while_data_still_comes() -> list[str]:
+    """Return the messages if a step waits for data for longer than its timeout, of which some comes in time
+    again and again."""
+    messages, looks, stop = list[str](), iter(range(5)), GracefulShutdown(RunConfig(), print, print)
+    watchdog = alone(TimeoutConfig(step_s=60), messages)
+    stop.on_fetched = watchdog.restart_clock
+    watchdog.enter("step", 1)
+
+    def is_ready(limit_s: float) -> bool:
+        watchdog.age(40)
+        watchdog.wait_for_check()
+        return next(looks) == 4
+
+    assert stop.await_data(is_ready, itertools.count().__next__)
+    stop.end()
+    watchdog.end()
+    return messages
+
+
 def test_preparing_data_has_a_time_out_of_its_own_0_is_never_and_close_leaves_no_thread() -> None:
     assert run_ranks(1, go_through_sections_without_a_time_out) == [([], [])]
     assert [*map(timeout_key, get_args(Section))] == [
@@ -262,6 +283,6 @@ def test_preparing_data_has_a_time_out_of_its_own_0_is_never_and_close_leaves_no
     ]
 
 
-@pytest.mark.parametrize("goes_on", [go_on_while_looked_at, go_on_after_a_stop])
+@pytest.mark.parametrize("goes_on", [go_on_while_looked_at, go_on_after_a_stop, go_on_while_data_still_comes])
 def test_a_main_thread_that_goes_on_is_not_stuck(goes_on) -> None:
     assert run_ranks(1, goes_on) == [[]]

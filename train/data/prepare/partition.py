@@ -51,11 +51,6 @@ class Part:
     held_out: bool = False
     whole: bool = True
 
-    @property
-    def shown(self) -> str:
-        """What a message calls the file; that at `path` may be a temporary copy of a part of it."""
-        return self.path if self.whole else self.name
-
 
 @dataclass(frozen=True)
 class Piece:

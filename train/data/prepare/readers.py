@@ -76,7 +76,7 @@ def _read_text(part: Part, check_text: bool) -> Document:
     with read_errors(part.path):
         text = Path(part.path).read_bytes()
     wrong = _utf8_error(text) if check_text else ""
-    return Document(part.name, text, len(text), wrong and part.shown + wrong)
+    return Document(part.name, text, len(text), wrong and part.path + wrong)
 
 
 def _utf8_error(text: bytes, offset: int = 0) -> str:
@@ -95,7 +95,7 @@ def _read_table(part: Part, batches: Iterator[tuple[int, list[bytes | None]]]) -
         for index, text in enumerate(texts, row):
             done = min(part.size_bytes, done + len(text or b""))
             wrong = _utf8_error(text or b"")
-            bad = wrong and f"{part.shown}, row {index + 1:,}{wrong}"
+            bad = wrong and f"{part.path}, row {index + 1:,}{wrong}"
             yield Document(f"{part.name}:{index}", text or b"", done, bad)
 
 
@@ -117,7 +117,7 @@ def _read_stream(part: Part, text_field: str) -> Iterator[Document]:
         for index, number, text, wrong in records:
             done = min(part.size_bytes, raw.tell() - part.first)
             place = f"{unit} {_lines_before(part) + number:,}" if part.whole else f"byte {index:,}"
-            bad = wrong and f"{part.shown}, {place}{wrong}"
+            bad = wrong and f"{part.path}, {place}{wrong}"
             if form == "json" and wrong.startswith(": not JSON"):  # the next item may begin anywhere
                 raise EOFError(f"item {number:,}{wrong}")
             yield Document(f"{part.name}:{index}", text, done, bad)

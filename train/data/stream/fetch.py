@@ -44,20 +44,8 @@ def fetch_part(remote: Remote, shard: StreamShard, location: str, group: StreamG
         first, last = shard.parts[group.first][3], stat.st_size
     elif shard.kind in ("parquet", "jsonl") and group.shards == 1:
         first, last = group.first, group.last
-    return Part(
-        *(
-            shard.name,
-            str(path),
-            kind,
-            first,
-            last,
-            last - first,
-            stat.st_size,
-            stat.st_mtime_ns,
-            shard.content,
-        ),
-        whole=is_local(location) and not in_frames,
-    )
+    whole, stamp = is_local(location) and not in_frames, (stat.st_size, stat.st_mtime_ns)
+    return Part(shard.name, str(path), kind, first, last, last - first, *stamp, shard.content, whole=whole)
 
 
 def _path(stem: Path, suffix: str) -> Path:
@@ -90,24 +78,19 @@ def _write_frames(
     file: BinaryIO, remote: Remote, shard: StreamShard, location: str, group: StreamGroup
 ) -> None:
     """Write the text of a group of zstd frames at its place in the whole text, and behind it the rest up to
-    the first line end. The line that begins the group, or ends in it, is of the group before, so that a group
-    without a line end has no line."""
-    waiting = group.first > 0  # for a line end
+    the first line end. A line that begins with the group, or before it, is of the group before."""
     file.seek(shard.parts[group.first][3])
     for number, begin, end, _ in shard.parts[group.first :]:
-        if number >= group.last and waiting:
-            return
         packed = io.BytesIO(remote.read(shard.name, location, begin, end))
         with read_errors(shard.name):
             text = unpack(packed, shard.kind, Path(shard.name)).read()
         if number < group.last:
             file.write(text)
-            waiting = waiting and b"\n" not in text
-        else:
-            line, line_end, _ = text.partition(b"\n")
-            file.write(line + line_end)
-            if line_end:
-                return
+            continue
+        line, line_end, _ = text.partition(b"\n")
+        file.write(line + line_end)
+        if line_end:
+            return
 
 
 def fetch_all(shards: Mapping[str, str], cache: Path, remote: Remote, most_bytes: int) -> Path:

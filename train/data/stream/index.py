@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ def read_index(
     groups = cut_groups(kept or ())
     if not len(groups):
         raise DataError(f"data.source={source} contains no text: {len(shards):,} files without rows or bytes")
-    return StreamIndex(kept or (), groups)
+    # the groups have what row groups are: a million of them as tuples would take a gigabyte on each rank
+    return StreamIndex(tuple(replace(s, parts=()) if s.kind == "parquet" else s for s in kept or ()), groups)
 
 
 def cut_groups(shards: Sequence[StreamShard]) -> NDArray[np.int64]:
@@ -124,26 +125,23 @@ def cut_groups(shards: Sequence[StreamShard]) -> NDArray[np.int64]:
     total = sum(shard.size_bytes for shard in shards if shard.kind != "parquet")
     block = min(_MOST_BLOCK, max(_LEAST_BLOCK, total // _BLOCKS))
     groups = list[tuple[int, ...]]()
-    bundled = False  # whether the last group may be joined by another small file
+    open_ = False  # whether a small file may join the last group
     for number, shard in enumerate(shards):
-        size = shard.size_bytes
+        size, joins = shard.size_bytes, False
         if shard.kind == "parquet":
             groups += [(number, 1, row, row + 1, begin, end) for row, begin, end in shard.parts]
-            bundled = False
         elif shard.parts:
             groups += [(number, 1, *frames) for frames in _join_frames(shard.parts, block)]
-            bundled = False
         elif shard.kind == "jsonl":
             count = max(1, round(size / block))
             edges = [size * i // count for i in range(count + 1)]
             groups += [(number, 1, a, b, a, b) for a, b in itertools.pairwise(edges)]
-            bundled = False
-        elif bundled and groups[-1][5] + size <= block:
+        elif joins := open_ and groups[-1][5] + size <= block:
             first, joined, *_, end = groups[-1]
             groups[-1] = (first, joined + 1, 0, end + size, 0, end + size)
-        elif size:
+        elif joins := size > 0:
             groups.append((number, 1, 0, size, 0, size))
-            bundled = True
+        open_ = joins
     return np.array(groups, np.int64).reshape(-1, 6)
 
 

@@ -80,7 +80,7 @@ class StreamOrder:
         self.limits, self.remote = limits, remote
         self.names = [source.name for source in sources]
         self.counts = [min(lanes, len(source.index.groups)) for source in sources]
-        self._reported = time.monotonic(), 0  # the last report: when, and bytes fetched until then
+        self._reported = 0, 0  # bytes fetched until the last report, and its time
 
     def reader(self, start: TrainPosition, batch: BatchShape, shape: SequenceShape) -> "StreamReader":
         return StreamReader(self, start, batch, shape)
@@ -92,6 +92,10 @@ class StreamOrder:
         """Return the request of this process that has failed for longest, as one clause; "" for none."""
         return self.remote.waiting()
 
+    def fetched(self) -> int:
+        """Return the bytes that this process has fetched from sources of URLs."""
+        return self.remote.fetched_bytes
+
     def describe(self, positions: NDArray[np.int64]) -> str:
         """Name the sequences at these positions."""
         lanes = ", ".join(str(lane) for lane in sorted({*(positions % self.lanes).tolist()}))
@@ -99,11 +103,11 @@ class StreamOrder:
 
     def progress(self, position: int, sums: Sequence[int] = ()) -> dict[str, float]:
         """Return the progress as metrics, from the sums of the readers' counts."""
-        fetched, *parts = sums
+        fetched, elapsed_us, *parts = sums
         epochs = [part / _PARTS / count for part, count in zip(parts, self.counts, strict=True)]
-        (before_s, before), now_s = self._reported, time.monotonic()
-        self._reported = now_s, fetched
-        rate = {"data_fetched_mib_per_s": (fetched - before) / _MIB / (now_s - before_s)}
+        more, more_us = fetched - self._reported[0], elapsed_us - self._reported[1]
+        self._reported = fetched, elapsed_us
+        rate = {"data_fetched_mib_per_s": more / _MIB / max(1, more_us) * 1e6}
         if len(epochs) == 1:
             return {"epoch": epochs[0], **rate}
         return {f"epoch/{name}": epoch for name, epoch in zip(self.names, epochs, strict=True)} | rate
@@ -126,7 +130,7 @@ class StreamReader:
     def __init__(
         self, order: StreamOrder, start: TrainPosition, batch: BatchShape, shape: SequenceShape
     ) -> None:
-        self._order, self._batch, self._shape = order, batch, shape
+        self._order, self._batch, self._shape, self._began_s = order, batch, shape, time.monotonic()
         self._cache = TokenCache(order.sources, order.limits, order.remote)
         apart = math.gcd(order.lanes, batch.data_parallel)  # ranks that read different lanes
         mine = batch.data_rank % apart
@@ -182,12 +186,14 @@ class StreamReader:
 
     def mark(self) -> Mark:
         """Return where the lanes that this rank saves go on after the last step that was read; and bytes
-        fetched by this process, and parts of epochs of each source (`StreamOrder.progress`)."""
+        fetched by this process, microseconds of the first, and parts of epochs of each source
+        (`StreamOrder.progress`)."""
         places, parts = dict[str, str](), [0] * len(self._order.sources)
         for key in self._owned:
             places[_format(key)] = " ".join(map(str, self._lanes[key].place))
             parts[key[0]] += round(self._lanes[key].epochs() * _PARTS)
-        return Mark(places, (self._order.remote.fetched_bytes, *parts))
+        elapsed_us = 0 if self._batch.data_rank else round((time.monotonic() - self._began_s) * 1e6)
+        return Mark(places, (self._order.fetched(), elapsed_us, *parts))
 
     def close(self) -> None:
         self._cache.close()
