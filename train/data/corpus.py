@@ -344,10 +344,11 @@ def load_on_all_ranks(
     verify_together(prepared.manifests, config.verify == "full", cache, ranks, print_)
     corpus = open_corpus(config, prepared)
     sizes = {name: split.tokens for name, split in corpus.evaluation_sets.items()}
-    seen = gather_from_all((corpus.fingerprint, sizes, resume_from and resume_from.name))
+    tokenizer = corpus.tokenizer.sha256[:12], corpus.tokenizer.bos, corpus.tokenizer.eos
+    seen = gather_from_all((corpus.fingerprint, sizes, tokenizer, resume_from and resume_from.name))
     if any(state != seen[0] for state in seen):
         raise DataError(
-            "ranks have different data or checkpoints (fingerprint, tokens to evaluate, checkpoint): "
-            f"{sorted(set(map(str, seen)))}: data.source and run.dir must be the same on every node"
+            "ranks have different data or checkpoints (fingerprint, tokens to evaluate, "
+            f"tokenizer, checkpoint): {sorted(set(map(str, seen)))}: data, tokenizer and run.dir must be the same on every node"
         )
     return corpus

@@ -17,10 +17,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from meshwright.parallel.mesh import gather_from_all
-from meshwright.train.data.prepare.arrow_reader import check_field, import_pyarrow, read_errors
+from meshwright.train.data.prepare.arrow_reader import SET_FIELD, check_field, import_pyarrow, read_errors
 from meshwright.train.data.sources import file_kind
 from meshwright.train.data.stream.remote import Remote
 from meshwright.train.data.stream.shards import is_local
@@ -104,10 +106,15 @@ def read_index(
     Collective: every rank must call it. Raises the same DataError on every rank."""
     path = on_all_ranks(lambda: cache / "stream" / f"index-{_key(shards, field)[:16]}.json")
     kept = _kept(path)
-    holders = [rank for rank, has in enumerate(gather_from_all(kept is not None)) if has]
-    if len(holders) < ranks.world_size:
-        given = gather_from_all(kept if ranks.rank in holders[:1] else None)
-        kept = given[holders[0]] if holders else _describe_together(shards, field, remote, ranks)
+    hashes = gather_from_all(hashlib.sha256(msgspec.json.encode(kept)).hexdigest() if kept else "")
+    if len({*hashes}) > 1 or not kept:
+        if len({*hashes} - {""}) == 1:
+            given = [kept]
+            source_rank = next(rank for rank, known in enumerate(hashes) if known)
+            dist.broadcast_object_list(given, src=source_rank, device=torch.device("cpu"))
+            kept = given[0]
+        else:  # none, or those of nodes differ
+            kept = _describe_together(shards, field, remote, ranks)
         if ranks.local_rank == 0:
             content = msgspec.json.encode(kept)
             with contextlib.suppress(OSError):  # the next start reads the shards again
@@ -245,7 +252,7 @@ def _describe_parquet(
         metadata = pyarrow.parquet.read_metadata(io.BytesIO(footer))
         check_field(field, metadata.schema.to_arrow_schema().names, name)
         rows = [
-            _text_range(metadata.row_group(number), number, field)
+            _text_range(name, metadata.row_group(number), number, field)
             for number in range(metadata.num_row_groups)
         ]
     content = hashlib.sha256(footer).hexdigest()
@@ -253,11 +260,13 @@ def _describe_parquet(
     return StreamShard(name, "parquet", size, version, content, size - length, used)
 
 
-def _text_range(group: Any, number: int, field: str) -> tuple[int, int, int]:
+def _text_range(name: str, group: Any, number: int, field: str) -> tuple[int, int, int]:
     """The number of a row group, and where its text begins and ends in the file; the same place without
     rows."""
-    for column in map(group.column, range(group.num_columns if group.num_rows else 0)):
-        if column.path_in_schema == field:
-            pages = column.data_page_offset, column.dictionary_page_offset or column.data_page_offset
-            return number, min(pages), min(pages) + column.total_compressed_size
-    return number, 0, 0
+    if not group.num_rows:
+        return number, 0, 0
+    columns = {column.path_in_schema: column for column in map(group.column, range(group.num_columns))}
+    if (column := columns.get(field)) is None:  # a nested one has names as text.list.element
+        raise DataError(f"data.source: {name}: the field {field} is nested, not text: {SET_FIELD}")
+    begin = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+    return number, begin, begin + column.total_compressed_size

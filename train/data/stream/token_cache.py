@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,8 +117,9 @@ class TokenCache:
     def close(self) -> None:
         """End the worker processes and a wait in `turn`; threads that wait for a source are left alone."""
         self._closed.set_result(None)
-        for future in [future for of_lane in self._ahead.values() for future in of_lane.values()]:
-            future.cancel()
+        for of_lane in list(self._ahead.values()):  # a turn may go on
+            for future in of_lane.values():
+                future.cancel()
         self._threads.close(limit_s=0)
         self._pool.shutdown(wait=False, cancel_futures=True)
         kill_workers()
@@ -181,12 +183,13 @@ class TokenCache:
     def _tokenize(
         self, source: CachedSource, group: StreamGroup, shards: Sequence[StreamShard], name: int
     ) -> None:
-        raw, parts = self._folder / "raw", list[Part]()
+        # another name in each process and thread: without locks several may make the group
+        raw, stem, parts = self._folder / "raw", f"{name}-{secrets.token_hex(8)}", list[Part]()
         try:
             with _writing(self._folder):
                 for number, shard in enumerate(shards):
                     location = source.locations[shard.name]
-                    parts.append(fetch_part(self._remote, shard, location, group, raw / f"{name}-{number}"))
+                    parts.append(fetch_part(self._remote, shard, location, group, raw / f"{stem}-{number}"))
             self._run(Piece(name, tuple(parts)), source.job)
         except DataError as error:
             message = str(error)
@@ -194,7 +197,7 @@ class TokenCache:
                 message = message.replace(part.path, part.name)
             raise DataError(message) from None
         finally:
-            for path in raw.glob(f"{name}-*"):
+            for path in raw.glob(f"{stem}-*"):
                 path.unlink(missing_ok=True)
 
     def _run(self, piece: Piece, job: TokenizeJob) -> None:
@@ -222,7 +225,8 @@ class TokenCache:
             self._room -= max(1, self._largest)
             full = self._room < 0
         if full:
-            self._trim()
+            with _writing(self._folder):
+                self._trim()
 
     def _trim(self) -> None:
         """Delete the groups that were used least lately, and are not of a window that is open or the next of
@@ -255,7 +259,7 @@ class TokenCache:
             if path.endswith(".bin") and (name := int(path[:-4].rpartition("-")[2])) not in held:
                 ends = Path(path).with_suffix(".ends")
                 used -= size + sizes.get(str(ends), 0)
-                for each in (result_path(self._folder, name), Path(path), ends):
+                for each in (result_path(self._folder, name), ends, Path(path)):
                     each.unlink(missing_ok=True)
         with self._lock:
             self._room = min(most - used, most / TRIMS) / ranks
