@@ -95,9 +95,7 @@ def _find_listed(file: Path, key: str) -> Iterator[tuple[str, str]]:
         if _is_url(line):
             yield from _find_urls(line, f"{where}: ")
         elif ":/" in line:
-            raise DataError(
-                f"{where} is no URL, which begins with SCHEME://; not shown: it may be secret"
-            )
+            raise DataError(f"{where} is no URL, which begins with SCHEME://; not shown: it may be secret")
         elif line.endswith(LIST_SUFFIX):
             raise DataError(f"{where}: {line} is a list in a list: write its lines in its place")
         elif line and not line.startswith("#"):
