@@ -348,7 +348,7 @@ def load_on_all_ranks(
     seen = gather_from_all((corpus.fingerprint, sizes, tokenizer, resume_from and resume_from.name))
     if any(state != seen[0] for state in seen):
         raise DataError(
-            "ranks have different data or checkpoints (fingerprint, tokens to evaluate, "
-            f"tokenizer, checkpoint): {sorted(set(map(str, seen)))}: data, tokenizer and run.dir must be the same on every node"
+            "ranks have different data or checkpoints (fingerprint, tokens to evaluate, tokenizer, "
+            f"checkpoint): {sorted(set(map(str, seen)))}: data, tokenizer and run.dir must be the same on every node"
         )
     return corpus
