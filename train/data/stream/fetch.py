@@ -1,13 +1,13 @@
 """What a group of a streamed source needs of a file, as a part of a local file that the readers of prepared
 data read; and whole sources, for evaluation."""
 
+import contextlib
 import hashlib
 import io
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +21,18 @@ from meshwright.train.errors import DataError
 
 _PIECE_BYTES = 8 * 2**20  # in memory at once
 _LINE_BYTES = 2**16  # read at once behind a block, whose last line may end there
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A context that converts an OSError into a DataError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {folder} ({error.strerror}): free space, lower data.cache_gib, or use another "
+            "data.cache_dir; the same command goes on"
+        ) from None
 
 
 def fetch_part(remote: Remote, shard: StreamShard, location: str, group: StreamGroup, stem: Path) -> Part:
@@ -42,7 +54,7 @@ def fetch_part(remote: Remote, shard: StreamShard, location: str, group: StreamG
     first, last = 0, max(stat.st_size, shard.size_bytes)
     if in_frames:
         first, last = shard.parts[group.first][3], stat.st_size
-    elif shard.kind in ("parquet", "jsonl") and group.shards == 1:
+    elif shard.kind in ("parquet", "jsonl"):
         first, last = group.first, group.last
     whole, stamp = is_local(location) and not in_frames, (stat.st_size, stat.st_mtime_ns)
     return Part(shard.name, str(path), kind, first, last, last - first, *stamp, shard.content, whole=whole)
@@ -101,8 +113,9 @@ def fetch_all(shards: Mapping[str, str], cache: Path, remote: Remote, most_bytes
     if folder.is_dir():
         return folder
     left = most_bytes
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as partial:
+    with writing(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    with writing(cache), tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as partial:
         for number, (name, location) in enumerate(shards.items()):
             size, version = remote.stat(name, location)
             left -= size
@@ -115,7 +128,9 @@ def fetch_all(shards: Mapping[str, str], cache: Path, remote: Remote, most_bytes
                 for begin in range(0, size, _PIECE_BYTES):
                     file.write(remote.read(name, location, begin, min(size, begin + _PIECE_BYTES)))
             remote.check(name, location, size, version)
-        if not folder.is_dir():  # another process may have been faster
-            shutil.move(partial, folder)
-            Path(partial).mkdir()
+        try:
+            os.rename(partial, folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
     return folder

@@ -35,7 +35,7 @@ from meshwright.train.data.prepare.worker import (
     token_dtype,
     tokenize_in_worker,
 )
-from meshwright.train.data.stream.fetch import fetch_part
+from meshwright.train.data.stream.fetch import fetch_part, writing
 from meshwright.train.data.stream.index import StreamGroup, StreamIndex, StreamShard
 from meshwright.train.data.stream.lanes import GroupTokens
 from meshwright.train.data.stream.remote import Remote
@@ -78,7 +78,7 @@ class TokenCache:
     def __init__(self, sources: Sequence[CachedSource], limits: CacheLimits, remote: Remote) -> None:
         self._sources, self._limits, self._remote = sources, limits, remote
         self._folder = sources[0].job.folder
-        with _writing(self._folder):
+        with writing(self._folder):
             for name in ("raw", "data", "results"):
                 (self._folder / name).mkdir(parents=True, exist_ok=True)
         self._pool, self._lock, self._closed = start_workers(limits.workers), threading.Lock(), Future[None]()
@@ -186,7 +186,7 @@ class TokenCache:
         # another name in each process and thread: without locks several may make the group
         raw, stem, parts = self._folder / "raw", f"{name}-{secrets.token_hex(8)}", list[Part]()
         try:
-            with _writing(self._folder):
+            with writing(self._folder):
                 for number, shard in enumerate(shards):
                     location = source.locations[shard.name]
                     parts.append(fetch_part(self._remote, shard, location, group, raw / f"{stem}-{number}"))
@@ -225,7 +225,7 @@ class TokenCache:
             self._room -= max(1, self._largest)
             full = self._room < 0
         if full:
-            with _writing(self._folder):
+            with writing(self._folder):
                 self._trim()
 
     def _trim(self) -> None:
@@ -275,18 +275,6 @@ def _name(job: TokenizeJob, group: StreamGroup, shards: Sequence[StreamShard]) -
 
 def _path(folder: Path, name: int, suffix: str) -> Path:
     return folder / "data" / f"{_TRAIN}-{name:05d}{suffix}"
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """A context that converts an OSError into a DataError that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"cannot write to {folder} ({error.strerror}): free space, lower data.cache_gib, or use another "
-            "data.cache_dir; the same command goes on"
-        ) from None
 
 
 def _is_intact(shard: ShardInfo, ids: Path, ends: Path) -> bool:
