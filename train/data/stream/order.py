@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -224,12 +225,14 @@ def load_stream(
     names = short_names(list(found))
     folder = cache_root(data)
     sources = list[CachedSource]()
+    # nodes may share the folder, perhaps by NFS, where a file that another one has open must not be deleted
+    cache = folder / "stream" / platform.node()
     settings, tokenizer = PrepareSettings(0.0, data.text_field, skip_bad=data.skip_bad), corpus.tokenizer
     for source, shards in found.items():
         if source == "stdlib" and tokenizer.sha256:
             shards = {name: path for name, path in shards.items() if is_utf8(Path(path))}
         job = TokenizeJob(
-            *(data.tokenizer, data.bos, data.eos, tokenizer.sha256, settings, folder / "stream"),
+            *(data.tokenizer, data.bos, data.eos, tokenizer.sha256, settings, cache),
             check_text=source != "stdlib",  # bytes may be any text
         )
         index = read_index(source, shards, data.text_field, remote, folder, ranks)
