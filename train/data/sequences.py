@@ -1,6 +1,7 @@
 """Reads sequences from token shards into batches, and masks packed documents. Shapes: B sequences of a micro
 batch, T tokens of a sequence, t those of a rank (T without context parallelism)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -167,14 +168,14 @@ def make_sequence_shape(
     return SequenceShape(seq_len, config.packing, config.document_mask, start_id, vocab_size)
 
 
-class PositionOrder:
+class PositionOrder(ABC):
     """An order whose sequences are found by their positions alone."""
 
     strided, lanes = False, 0  # of streamed data
 
+    @abstractmethod
     def read(self, first: int, count: int, shape: SequenceShape, pinned: bool = False) -> Batch:
         """Return the sequences at positions first .. first + count - 1, as `read_batch` does."""
-        raise NotImplementedError
 
     def reader(self, start: TrainPosition, batch: BatchShape, shape: SequenceShape) -> StepReader:
         """Return what reads a rank's steps from `start` on, which is no matter here."""

@@ -39,15 +39,12 @@ def fetch_part(remote: Remote, shard: StreamShard, location: str, group: StreamG
     """Return what a group has of a shard, as a part of the shard's own file if it is on this machine, else of
     one that is written at `stem` and a suffix. Raises DataError and OSError."""
     in_frames = bool(shard.parts) and shard.kind != "parquet"
-    path = Path(location)
-    if in_frames:
-        path = _path(stem, "jsonl")
+    path, whole = Path(location), is_local(location) and not in_frames
+    if not whole:
+        suffix = "jsonl" if in_frames else "txt" if shard.kind == TEXT else shard.kind
+        path = stem.with_name(f"{stem.name}.{suffix}")
         with open(path, "wb") as file:
-            _write_frames(file, remote, shard, location, group)
-    elif not is_local(location):
-        path = _path(stem, "txt" if shard.kind == TEXT else shard.kind)
-        with open(path, "wb") as file:
-            _write_ranges(file, remote, shard, location, group)
+            (_write_frames if in_frames else _write_ranges)(file, remote, shard, location, group)
     remote.check(shard.name, location, shard.size_bytes, shard.version)
     with read_errors(shard.name):
         stat, kind = os.stat(path), detect_kind(path)
@@ -56,12 +53,8 @@ def fetch_part(remote: Remote, shard: StreamShard, location: str, group: StreamG
         first, last = shard.parts[group.first][3], stat.st_size
     elif shard.kind in ("parquet", "jsonl"):
         first, last = group.first, group.last
-    whole, stamp = is_local(location) and not in_frames, (stat.st_size, stat.st_mtime_ns)
-    return Part(shard.name, str(path), kind, first, last, last - first, *stamp, shard.content, whole=whole)
-
-
-def _path(stem: Path, suffix: str) -> Path:
-    return stem.with_name(f"{stem.name}.{suffix}")
+    sizes = last - first, stat.st_size, stat.st_mtime_ns
+    return Part(shard.name, str(path), kind, first, last, *sizes, shard.content, whole=whole)
 
 
 def _write_ranges(

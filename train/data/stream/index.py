@@ -109,9 +109,8 @@ def read_index(
     hashes = gather_from_all(hashlib.sha256(msgspec.json.encode(kept)).hexdigest() if kept else "")
     if len({*hashes}) > 1 or not kept:
         if len({*hashes} - {""}) == 1:
-            given = [kept]
-            source_rank = next(rank for rank, known in enumerate(hashes) if known)
-            dist.broadcast_object_list(given, src=source_rank, device=torch.device("cpu"))
+            given, holder = [kept], next(rank for rank, known in enumerate(hashes) if known)
+            dist.broadcast_object_list(given, src=holder, device=torch.device("cpu"))
             kept = given[0]
         else:  # none, or those of nodes differ
             kept = _describe_together(shards, field, remote, ranks)

@@ -73,13 +73,13 @@ class Window:
 
     def __init__(self, groups: Sequence[GroupTokens], seed: np.random.SeedSequence) -> None:
         self.ids = [group.ids for group in groups]
-        ends = [group.ends.astype(np.int64) for group in groups]
-        which = np.repeat(np.arange(len(groups)), [len(of_group) for of_group in ends])
-        begins = [np.concatenate(([0], of_group))[: len(of_group)] for of_group in ends]
-        none = np.empty(0, np.int64)
-        columns = which, np.concatenate([none, *begins]), np.concatenate([none, *ends])
-        order = permute(np.arange(len(which)), len(which), seed)
-        self.documents = np.stack(columns, axis=1).astype(np.int64)[order]
+        documents = [np.empty((0, 3), np.int64)]
+        for number, ends in enumerate(group.ends for group in groups):
+            begins = np.concatenate(([0], ends[:-1]))[: len(ends)]
+            documents.append(np.stack((np.full(len(ends), number), begins, ends), axis=1))
+        self.documents = np.concatenate(documents)
+        count = len(self.documents)
+        self.documents = self.documents[permute(np.arange(count), count, seed)]
 
 
 # reads groups, given their numbers, and is told which come next
@@ -110,10 +110,6 @@ class Lane:
         read = self.place.document / max(1, len(self._window.documents))
         groups = self.place.group + read * (self._end - self.place.group)
         return self.place.epoch + groups / len(self._dealt)
-
-    def first_groups(self) -> list[int]:
-        """Return the groups of the window that the lane opens first."""
-        return self._groups_at(self.place)
 
     def next_packed(self, seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens[seq_len + 1] and the ends of documents in them. The last token is also the first of
@@ -175,11 +171,12 @@ class Lane:
             self.place, self._end = place, window_end(self._sizes[self._dealt], place)
             groups = self._dealt[place.group : self._end]
             seed = np.random.SeedSequence([self._seed, place.epoch, self._lane, place.group, 3])
-            following = self._groups_at(Place(place.epoch, self._end))
+            following = self.groups_at(Place(place.epoch, self._end))
             self._window = Window(self._read(groups.tolist(), following), seed)
 
-    def _groups_at(self, place: Place) -> list[int]:
-        """The groups of the window at a place, which is in the next epoch if none is left in its own."""
+    def groups_at(self, place: Place) -> list[int]:
+        """Return the groups of the window at a place, which is in the next epoch if none is left in its
+        own."""
         dealt = self._deal(place.epoch)
         if place.group == len(dealt):
             place = Place(place.epoch + 1)

@@ -155,7 +155,7 @@ class StreamReader:
         sources = order.source_of(first_sample, order.lanes).tolist()
         keys = [self._key(source, first_sample + n) for n, source in enumerate(sources)]
         for key in dict.fromkeys(key for key in keys if key in self._lanes):
-            groups = self._lanes[key].first_groups()
+            groups = self._lanes[key].groups_at(self._lanes[key].place)
             room -= float(order.sources[key[0]].index.sizes[groups].sum())
             if room < 0:
                 return

@@ -58,7 +58,6 @@ class Remote:
         self._systems = dict[str, Any]()
         self._failing = dict[int, tuple[float, str, str, int]]()  # thread -> since, name, reason, attempts
         self._lock = threading.Lock()
-        self._closed = threading.Event()
         self._random = random.Random()  # not the generator of the run
 
     def stat(self, name: str, location: str, fresh: bool = False) -> tuple[int, str]:
@@ -93,10 +92,6 @@ class Remote:
         for_s = time.monotonic() - since
         return name and f"{name} has failed for {for_s:.0f} s ({reason}), attempt {attempts + 1}"
 
-    def close(self) -> None:
-        """End the pauses of all threads: a request that fails from now on is not repeated."""
-        self._closed.set()
-
     def _insist(self, name: str, location: str, request: Callable[[Any], T]) -> T:
         """Return the result of a request to a file system, repeated while it fails in a way that may pass."""
         since, pause_s, attempts = time.monotonic(), self._pause_s, 0
@@ -108,14 +103,14 @@ class Remote:
                     fault = explain(error, location, self._stall_s)
                 attempts += 1
                 for_s = time.monotonic() - since
-                if fault.advice or for_s >= self._limit_s or self._closed.is_set():
+                if fault.advice or for_s >= self._limit_s:
                     tried = f", tried {attempts} times in {for_s:.0f} s" if attempts > 1 else ""
                     advice = fault.advice or f"see that it can be reached, {_AGAIN}"
                     raise DataError(f"{name} cannot be read ({fault.reason}{tried}): {advice}")
                 with self._lock:
                     self.retries += 1
                     self._failing[threading.get_ident()] = (since, name, fault.reason, attempts)
-                self._closed.wait(min(pause_s * self._random.uniform(0.5, 1), self._limit_s - for_s))
+                time.sleep(min(pause_s * self._random.uniform(0.5, 1), self._limit_s - for_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         finally:
             with self._lock:

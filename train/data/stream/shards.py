@@ -27,7 +27,7 @@ _INSTALL |= {"https": _INSTALL["http"], "s3a": _INSTALL["s3"], "gcs": _INSTALL["
 
 def is_local(location: str) -> bool:
     """Whether the location of a shard is a path."""
-    return not _is_url(location)
+    return _SCHEME.match(location) is None
 
 
 def find_shards(source: str, key: str = "data.source") -> dict[str, str]:
@@ -39,7 +39,7 @@ def find_shards(source: str, key: str = "data.source") -> dict[str, str]:
     these, or a path relative to it, a line. Raises DataError if a shard cannot be read by its suffix or
     protocol, if two have one name, and if there is none.
     """
-    if _is_url(source):
+    if not is_local(source):
         found = _find_urls(source, f"{key}=")
     elif source.endswith(LIST_SUFFIX):
         found = _find_listed(user_path(source, key), key)
@@ -73,10 +73,6 @@ def redact(text: str, location: str) -> str:
     return one_line(re.sub(r"(?<=://)[^/\s@]*@|[?#][^\s'\"<>)]*", "", text), 300)
 
 
-def _is_url(text: str) -> bool:
-    return _SCHEME.match(text) is not None
-
-
 def _has_host(scheme: str, user: str, rest: str) -> bool:
     """Whether a URL has a valid host; without one, parts of a password may seem to be its path."""
     host = rest.partition("/")[0]
@@ -92,7 +88,7 @@ def _find_listed(file: Path, key: str) -> Iterator[tuple[str, str]]:
         raise DataError(f"{key}={file} cannot be read as a list of URLs ({one_line(reason)})") from None
     for number, line in enumerate(map(str.strip, lines), 1):
         where = f"{key}={file}, line {number}"
-        if _is_url(line):
+        if not is_local(line):
             yield from _find_urls(line, f"{where}: ")
         elif ":/" in line:
             raise DataError(f"{where} is no URL, which begins with SCHEME://; not shown: it may be secret")

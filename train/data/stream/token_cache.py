@@ -39,7 +39,7 @@ from meshwright.train.data.stream.fetch import fetch_part, writing
 from meshwright.train.data.stream.index import StreamGroup, StreamIndex, StreamShard
 from meshwright.train.data.stream.lanes import GroupTokens
 from meshwright.train.data.stream.remote import Remote
-from meshwright.train.data.token_store import SPLITS, ShardInfo, hash_file
+from meshwright.train.data.token_store import SPLITS, hash_file
 from meshwright.train.errors import DataError
 from meshwright.train.files import NO_LOCKS, make_lock
 
@@ -170,7 +170,8 @@ class TokenCache:
                 return GroupTokens(np.empty(0, np.uint16), np.empty(0, np.int64), name)
             ids, ends = (_path(self._folder, name, suffix) for suffix in (".bin", ".ends"))
             os.utime(ids)
-            if name not in self._used and not _is_intact(shard, ids, ends):
+            hashes = shard.sha256, shard.ends_sha256
+            if name not in self._used and (hash_file(ids), hash_file(ends)) != hashes:
                 return None
             self._used.add(name)
             dtype = token_dtype(source.vocab_size).newbyteorder("<")
@@ -277,22 +278,17 @@ def _path(folder: Path, name: int, suffix: str) -> Path:
     return folder / "data" / f"{_TRAIN}-{name:05d}{suffix}"
 
 
-def _is_intact(shard: ShardInfo, ids: Path, ends: Path) -> bool:
-    return (hash_file(ids), hash_file(ends)) == (shard.sha256, shard.ends_sha256)
-
-
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """A context that one thread of all processes of this node is in. Without locks two of them write the same
     bytes, and each file appears by one rename."""
     lock = make_lock(path)
-    try:
-        lock.acquire()
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise DataError(
-                f"cannot write to {path.parent} ({error.strerror}): use another data.cache_dir"
-            ) from None
+    with writing(path.parent):
+        try:
+            lock.acquire()
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
     try:
         yield
     finally:

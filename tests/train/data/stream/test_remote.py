@@ -4,7 +4,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,30 +17,19 @@ from fsspec.implementations.memory import MemoryFileSystem
 from meshwright.train.data.stream import remote
 from meshwright.train.data.stream.remote import Remote
 from meshwright.train.errors import DataError
-from tests.support.flaky_server import Fault, FlakyServer, Request, flaky_server
+from tests.support.flaky_server import Fault, FlakyServer, Request
 
 CONTENT = random.Random(0).randbytes(5_000)
 SIGNED = "?sig=S3CR%2Fet&x=a+b%2B1"
 SECRETS = ("S3CR", "pa55", "us3r", "a+b%2B", "0ther")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("served")
-
-
-@pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[FlakyServer]:
-    with flaky_server(folder) as server:
-        yield server
-
-
 @pytest.fixture
-def server(running: FlakyServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> FlakyServer:
+def server(running: FlakyServer, served: Path, monkeypatch: pytest.MonkeyPatch) -> FlakyServer:
     """A server of `a 1.jsonl`, which is read in requests of at most 1,000 bytes, without faults so far."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(remote, "REQUEST_BYTES", 1_000)
-    (folder / "a 1.jsonl").write_bytes(CONTENT)
+    (served / "a 1.jsonl").write_bytes(CONTENT)
     running.requests.clear()
     running.fail()
     return running
@@ -138,16 +127,15 @@ def test_after_the_limit_one_line_says_what_failed_without_secrets(server: Flaky
     assert reader.waiting() == ""
 
 
-def test_a_server_that_does_not_listen_yet_is_waited_for(folder: Path, server: FlakyServer) -> None:
+def test_a_server_that_does_not_listen_yet_is_waited_for(served: Path, server: FlakyServer) -> None:
     with socket.socket() as port:  # bound, and does not listen
         port.bind(("127.0.0.1", 0))
         host = f"127.0.0.1:{port.getsockname()[1]}"
-        reader = patient()
+        reader = Remote(limit_s=0.5, pause_s=0.2)
         with ThreadPoolExecutor(1) as pool:
             size = pool.submit(reader.stat, "NAME", f"http://us3r:pa55@{host}/a{SIGNED}")
-            wait_until(reader.waiting)
+            wait_until(lambda: reader.waiting() or size.done())
             told = reader.waiting()
-            reader.close()
             assert refused(size.result).startswith("NAME ")
         assert not [secret for secret in SECRETS if secret in told]
 
@@ -207,18 +195,18 @@ def test_size_and_version_take_one_request_that_is_not_head(server: FlakyServer)
         assert "size" in refused(lambda: patient().stat(*names_of(server)))
 
 
-def test_an_empty_file_has_size_0(server: FlakyServer, folder: Path) -> None:
-    (folder / "empty.txt").touch()
+def test_an_empty_file_has_size_0(server: FlakyServer, served: Path) -> None:
+    (served / "empty.txt").touch()
     assert patient().stat("NAME", f"{server.url}/empty.txt")[0] == 0
 
 
-def test_a_file_that_changed_is_noticed_by_one_request(server: FlakyServer, folder: Path) -> None:
+def test_a_file_that_changed_is_noticed_by_one_request(server: FlakyServer, served: Path) -> None:
     reader = patient()
     before = reader.stat(*names_of(server))
     reader.check(*names_of(server), *before)
-    (folder / "a 1.jsonl").write_bytes(CONTENT[:-1] + b"?")
+    (served / "a 1.jsonl").write_bytes(CONTENT[:-1] + b"?")
     assert "changed" in refused(lambda: reader.check(*names_of(server), *before))
-    (folder / "a 1.jsonl").write_bytes(CONTENT[:-1])
+    (served / "a 1.jsonl").write_bytes(CONTENT[:-1])
     assert "4,999" in refused(lambda: reader.check(*names_of(server), *before))
     assert server.count() == 4
     assert "4,999" in refused(lambda: reader.read(*names_of(server), 4_900, 5_000))
@@ -279,17 +267,6 @@ def test_what_is_failing_is_told_while_it_fails(server: FlakyServer) -> None:
     assert "HTTP 503" in told
     assert not [secret for secret in SECRETS if secret in told]
     assert reader.waiting() == ""
-
-
-def test_closing_ends_the_pauses(server: FlakyServer) -> None:
-    server.fault_of = lambda request: Fault(status=503)
-    reader = Remote(limit_s=1e6, pause_s=1e6)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(reader.read, *names_of(server), 0, 9)
-        wait_until(reader.waiting)
-        reader.close()
-        with pytest.raises(DataError):
-            reading.result()
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])

@@ -37,7 +37,7 @@ from meshwright.train.data.tokenizer import ByteTokenizer
 from meshwright.train.distributed.ranks import ALONE
 from meshwright.train.errors import DataError
 from tests.support.dying_workers import always_killed, killed_once
-from tests.support.flaky_server import Fault, FlakyServer, Request, flaky_server
+from tests.support.flaky_server import Fault, FlakyServer, Request
 
 UNPACKED = SequenceShape(96, packing=False, document_mask=False, start_id=256, vocab_size=257)
 PACKED = SequenceShape(64, packing=True, document_mask=True, start_id=None, vocab_size=257)
@@ -97,17 +97,6 @@ def write_files(folder: Path) -> dict[str, list[str]]:
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     return texts
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("served")
-
-
-@pytest.fixture(scope="module")
-def running(served: Path) -> Iterator[FlakyServer]:
-    with flaky_server(served) as server:
-        yield server
 
 
 @pytest.fixture

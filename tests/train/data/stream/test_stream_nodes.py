@@ -16,7 +16,7 @@ from meshwright.train.checkpoint.manifest import TrainPosition
 from meshwright.train.config import DataConfig
 from meshwright.train.data.corpus import load_on_all_ranks
 from meshwright.train.data.sequences import BatchShape
-from meshwright.train.data.stream import token_cache
+from meshwright.train.data.stream import fetch, token_cache
 from meshwright.train.data.stream.index import read_index
 from meshwright.train.data.stream.order import StreamReader
 from meshwright.train.data.stream.remote import Remote
@@ -88,7 +88,7 @@ def test_ranks_that_make_the_same_groups_without_locks(
 ) -> None:
     monkeypatch.setattr(token_cache, "make_lock", NoLock)
     monkeypatch.setattr(token_cache, "start_workers", ThreadPoolExecutor)
-    monkeypatch.setattr("meshwright.train.data.stream.fetch.is_local", lambda location: False)
+    monkeypatch.setattr(fetch, "is_local", lambda location: False)
     write_text(tmp_path / "text", files=12, lines=200)
 
     def read(_: int) -> list[list[int]]:
